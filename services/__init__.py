@@ -1,0 +1,1 @@
+"""The five services, and the command that runs them all on one machine."""

@@ -1,0 +1,1 @@
+"""KV to tokens, one step at a time."""

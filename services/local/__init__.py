@@ -1,0 +1,1 @@
+"""The embedded default: all services as local processes, and the command line a person uses."""

@@ -1,0 +1,1 @@
+"""Prompts to KV, one chunk at a time, on W ranks."""

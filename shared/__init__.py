@@ -1,0 +1,1 @@
+"""What two or more services agree on. Imports no torch."""

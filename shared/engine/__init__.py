@@ -1,0 +1,1 @@
+"""Everything that needs torch: model, KV, kernels, ranks, transfer."""

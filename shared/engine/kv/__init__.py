@@ -1,0 +1,1 @@
+"""Where KV lives: formats, layouts, blocks, pools, residency."""

@@ -1,0 +1,1 @@
+"""GLM-5.3: configuration, weights, layers."""

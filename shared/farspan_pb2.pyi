@@ -1,0 +1,533 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_PREFILL: _ClassVar[Role]
+    ROLE_DECODE: _ClassVar[Role]
+
+class ServiceState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SERVICE_STATE_UNSPECIFIED: _ClassVar[ServiceState]
+    SERVICE_STATE_STARTING: _ClassVar[ServiceState]
+    SERVICE_STATE_READY: _ClassVar[ServiceState]
+    SERVICE_STATE_DRAINING: _ClassVar[ServiceState]
+    SERVICE_STATE_STOPPED: _ClassVar[ServiceState]
+
+class FailureKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FAILURE_KIND_UNSPECIFIED: _ClassVar[FailureKind]
+    FAILURE_KIND_BAD_REQUEST: _ClassVar[FailureKind]
+    FAILURE_KIND_TOO_LONG: _ClassVar[FailureKind]
+    FAILURE_KIND_OVERLOADED: _ClassVar[FailureKind]
+    FAILURE_KIND_WORKER_LOST: _ClassVar[FailureKind]
+    FAILURE_KIND_DEADLINE: _ClassVar[FailureKind]
+    FAILURE_KIND_CANCELLED: _ClassVar[FailureKind]
+    FAILURE_KIND_INTERNAL: _ClassVar[FailureKind]
+
+class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_UNSPECIFIED: _ClassVar[Tier]
+    TIER_DEVICE: _ClassVar[Tier]
+    TIER_HOST: _ClassVar[Tier]
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_FAILED: _ClassVar[FinishReason]
+ROLE_UNSPECIFIED: Role
+ROLE_PREFILL: Role
+ROLE_DECODE: Role
+SERVICE_STATE_UNSPECIFIED: ServiceState
+SERVICE_STATE_STARTING: ServiceState
+SERVICE_STATE_READY: ServiceState
+SERVICE_STATE_DRAINING: ServiceState
+SERVICE_STATE_STOPPED: ServiceState
+FAILURE_KIND_UNSPECIFIED: FailureKind
+FAILURE_KIND_BAD_REQUEST: FailureKind
+FAILURE_KIND_TOO_LONG: FailureKind
+FAILURE_KIND_OVERLOADED: FailureKind
+FAILURE_KIND_WORKER_LOST: FailureKind
+FAILURE_KIND_DEADLINE: FailureKind
+FAILURE_KIND_CANCELLED: FailureKind
+FAILURE_KIND_INTERNAL: FailureKind
+TIER_UNSPECIFIED: Tier
+TIER_DEVICE: Tier
+TIER_HOST: Tier
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_FAILED: FinishReason
+
+class WorkerRef(_message.Message):
+    __slots__ = ("worker_id", "epoch")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    epoch: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("kind", "message", "retry_after_ms")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    kind: FailureKind
+    message: str
+    retry_after_ms: int
+    def __init__(self, kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+
+class PlaceRequest(_message.Message):
+    __slots__ = ("request_id", "model", "block_hashes", "num_prompt_tokens", "max_new_tokens", "deadline_unix_ms", "excluded")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDED_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    model: str
+    block_hashes: bytes
+    num_prompt_tokens: int
+    max_new_tokens: int
+    deadline_unix_ms: int
+    excluded: _containers.RepeatedCompositeFieldContainer[WorkerRef]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., deadline_unix_ms: _Optional[int] = ..., excluded: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ...) -> None: ...
+
+class Placement(_message.Message):
+    __slots__ = ("prefill", "decode", "prefill_hit_tokens", "decode_hit_tokens", "reason")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    prefill: WorkerRef
+    decode: WorkerRef
+    prefill_hit_tokens: int
+    decode_hit_tokens: int
+    reason: str
+    def __init__(self, prefill: _Optional[_Union[WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[WorkerRef, _Mapping]] = ..., prefill_hit_tokens: _Optional[int] = ..., decode_hit_tokens: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class PlaceReply(_message.Message):
+    __slots__ = ("placement", "failure")
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    placement: Placement
+    failure: Failure
+    def __init__(self, placement: _Optional[_Union[Placement, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class PlacementEnded(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class PrefixQuery(_message.Message):
+    __slots__ = ("block_hashes",)
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    block_hashes: bytes
+    def __init__(self, block_hashes: _Optional[bytes] = ...) -> None: ...
+
+class PrefixHit(_message.Message):
+    __slots__ = ("worker", "tier", "num_blocks")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerRef
+    tier: Tier
+    num_blocks: int
+    def __init__(self, worker: _Optional[_Union[WorkerRef, _Mapping]] = ..., tier: _Optional[_Union[Tier, str]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class PrefixHits(_message.Message):
+    __slots__ = ("hits",)
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    hits: _containers.RepeatedCompositeFieldContainer[PrefixHit]
+    def __init__(self, hits: _Optional[_Iterable[_Union[PrefixHit, _Mapping]]] = ...) -> None: ...
+
+class SamplingParams(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "seed", "max_new_tokens", "min_new_tokens", "stop_token_ids")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    max_new_tokens: int
+    min_new_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Submit(_message.Message):
+    __slots__ = ("request_id", "model", "token_ids", "block_hashes", "num_resumed_tokens", "sampling", "prefill", "decode", "gateway_id", "deadline_unix_ms")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    model: str
+    token_ids: bytes
+    block_hashes: bytes
+    num_resumed_tokens: int
+    sampling: SamplingParams
+    prefill: WorkerRef
+    decode: WorkerRef
+    gateway_id: str
+    deadline_unix_ms: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., num_resumed_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., prefill: _Optional[_Union[WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[WorkerRef, _Mapping]] = ..., gateway_id: _Optional[str] = ..., deadline_unix_ms: _Optional[int] = ...) -> None: ...
+
+class Accepted(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SubmitReply(_message.Message):
+    __slots__ = ("accepted", "failure")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    accepted: Accepted
+    failure: Failure
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class KvLayout(_message.Message):
+    __slots__ = ("model_fingerprint", "kv_format", "block_tokens", "dcp_size", "interleave", "num_mla_layers", "num_index_layers", "row_bytes", "index_page_bytes")
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    KV_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DCP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    INTERLEAVE_FIELD_NUMBER: _ClassVar[int]
+    NUM_MLA_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_INDEX_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    ROW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INDEX_PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    model_fingerprint: str
+    kv_format: str
+    block_tokens: int
+    dcp_size: int
+    interleave: int
+    num_mla_layers: int
+    num_index_layers: int
+    row_bytes: int
+    index_page_bytes: int
+    def __init__(self, model_fingerprint: _Optional[str] = ..., kv_format: _Optional[str] = ..., block_tokens: _Optional[int] = ..., dcp_size: _Optional[int] = ..., interleave: _Optional[int] = ..., num_mla_layers: _Optional[int] = ..., num_index_layers: _Optional[int] = ..., row_bytes: _Optional[int] = ..., index_page_bytes: _Optional[int] = ...) -> None: ...
+
+class RankRegions(_message.Message):
+    __slots__ = ("agent_name", "agent_metadata", "mla_base", "index_base", "generation_base", "num_blocks", "memory_kind", "device_idx")
+    AGENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    MLA_BASE_FIELD_NUMBER: _ClassVar[int]
+    INDEX_BASE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_BASE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_KIND_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_IDX_FIELD_NUMBER: _ClassVar[int]
+    agent_name: str
+    agent_metadata: bytes
+    mla_base: int
+    index_base: int
+    generation_base: int
+    num_blocks: int
+    memory_kind: str
+    device_idx: int
+    def __init__(self, agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., mla_base: _Optional[int] = ..., index_base: _Optional[int] = ..., generation_base: _Optional[int] = ..., num_blocks: _Optional[int] = ..., memory_kind: _Optional[str] = ..., device_idx: _Optional[int] = ...) -> None: ...
+
+class BlockRef(_message.Message):
+    __slots__ = ("block_id", "generation")
+    BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    block_id: int
+    generation: int
+    def __init__(self, block_id: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class HandoffOffer(_message.Message):
+    __slots__ = ("request_id", "prefill", "decode", "token_ids", "block_hashes", "num_resumed_tokens", "sampling", "gateway_id", "deadline_unix_ms", "layout", "ranks", "blocks", "lease_ms")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prefill: WorkerRef
+    decode: WorkerRef
+    token_ids: bytes
+    block_hashes: bytes
+    num_resumed_tokens: int
+    sampling: SamplingParams
+    gateway_id: str
+    deadline_unix_ms: int
+    layout: KvLayout
+    ranks: _containers.RepeatedCompositeFieldContainer[RankRegions]
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
+    lease_ms: int
+    def __init__(self, request_id: _Optional[str] = ..., prefill: _Optional[_Union[WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[WorkerRef, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., num_resumed_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., gateway_id: _Optional[str] = ..., deadline_unix_ms: _Optional[int] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankRegions, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+
+class HandoffAccepted(_message.Message):
+    __slots__ = ("held_tokens",)
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    held_tokens: int
+    def __init__(self, held_tokens: _Optional[int] = ...) -> None: ...
+
+class HandoffReply(_message.Message):
+    __slots__ = ("accepted", "failure")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    accepted: HandoffAccepted
+    failure: Failure
+    def __init__(self, accepted: _Optional[_Union[HandoffAccepted, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class ChunkReady(_message.Message):
+    __slots__ = ("request_id", "prefill", "num_ready_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    NUM_READY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prefill: WorkerRef
+    num_ready_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., prefill: _Optional[_Union[WorkerRef, _Mapping]] = ..., num_ready_tokens: _Optional[int] = ...) -> None: ...
+
+class PrefillDone(_message.Message):
+    __slots__ = ("request_id", "prefill", "first_token_id", "last_hidden", "num_cached_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LAST_HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prefill: WorkerRef
+    first_token_id: int
+    last_hidden: bytes
+    num_cached_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., prefill: _Optional[_Union[WorkerRef, _Mapping]] = ..., first_token_id: _Optional[int] = ..., last_hidden: _Optional[bytes] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ("request_id", "decode")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    decode: WorkerRef
+    def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[WorkerRef, _Mapping]] = ...) -> None: ...
+
+class LeaseRenewal(_message.Message):
+    __slots__ = ("decode", "request_ids")
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    decode: WorkerRef
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, decode: _Optional[_Union[WorkerRef, _Mapping]] = ..., request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("request_id", "sender", "failure")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    sender: WorkerRef
+    failure: Failure
+    def __init__(self, request_id: _Optional[str] = ..., sender: _Optional[_Union[WorkerRef, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class Usage(_message.Message):
+    __slots__ = ("prompt_tokens", "cached_tokens", "generated_tokens")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
+
+class End(_message.Message):
+    __slots__ = ("reason", "failure", "usage")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    reason: FinishReason
+    failure: Failure
+    usage: Usage
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
+
+class Tokens(_message.Message):
+    __slots__ = ("request_id", "sender", "index", "token_ids", "end")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    sender: WorkerRef
+    index: int
+    token_ids: bytes
+    end: End
+    def __init__(self, request_id: _Optional[str] = ..., sender: _Optional[_Union[WorkerRef, _Mapping]] = ..., index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., end: _Optional[_Union[End, _Mapping]] = ...) -> None: ...
+
+class TokensReply(_message.Message):
+    __slots__ = ("next_index",)
+    NEXT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    next_index: int
+    def __init__(self, next_index: _Optional[int] = ...) -> None: ...
+
+class ResendTokens(_message.Message):
+    __slots__ = ("request_id", "from_index")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    FROM_INDEX_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    from_index: int
+    def __init__(self, request_id: _Optional[str] = ..., from_index: _Optional[int] = ...) -> None: ...
+
+class Limits(_message.Message):
+    __slots__ = ("max_sequence_tokens", "max_concurrent")
+    MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONCURRENT_FIELD_NUMBER: _ClassVar[int]
+    max_sequence_tokens: int
+    max_concurrent: int
+    def __init__(self, max_sequence_tokens: _Optional[int] = ..., max_concurrent: _Optional[int] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("num_running", "num_waiting", "waiting_tokens", "free_blocks", "total_blocks", "free_device_pages", "total_device_pages", "free_index_pages", "total_index_pages", "tokens_per_s", "hot_hits", "hot_misses", "host_read_bytes", "kv_bytes_moved")
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREE_DEVICE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_DEVICE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    FREE_INDEX_PAGES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_INDEX_PAGES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    HOT_HITS_FIELD_NUMBER: _ClassVar[int]
+    HOT_MISSES_FIELD_NUMBER: _ClassVar[int]
+    HOST_READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
+    num_running: int
+    num_waiting: int
+    waiting_tokens: int
+    free_blocks: int
+    total_blocks: int
+    free_device_pages: int
+    total_device_pages: int
+    free_index_pages: int
+    total_index_pages: int
+    tokens_per_s: float
+    hot_hits: int
+    hot_misses: int
+    host_read_bytes: int
+    kv_bytes_moved: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_device_pages: _Optional[int] = ..., total_device_pages: _Optional[int] = ..., free_index_pages: _Optional[int] = ..., total_index_pages: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., hot_hits: _Optional[int] = ..., hot_misses: _Optional[int] = ..., host_read_bytes: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("worker", "role", "state", "model", "layout", "limits", "load", "event_sequence")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    EVENT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerRef
+    role: Role
+    state: ServiceState
+    model: str
+    layout: KvLayout
+    limits: Limits
+    load: Load
+    event_sequence: int
+    def __init__(self, worker: _Optional[_Union[WorkerRef, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., state: _Optional[_Union[ServiceState, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., event_sequence: _Optional[int] = ...) -> None: ...
+
+class BlocksStored(_message.Message):
+    __slots__ = ("tier", "block_hashes")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    tier: Tier
+    block_hashes: bytes
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., block_hashes: _Optional[bytes] = ...) -> None: ...
+
+class BlocksRemoved(_message.Message):
+    __slots__ = ("tier", "block_hashes")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    tier: Tier
+    block_hashes: bytes
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., block_hashes: _Optional[bytes] = ...) -> None: ...
+
+class BlocksCleared(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class BlockEvent(_message.Message):
+    __slots__ = ("stored", "removed", "cleared")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    stored: BlocksStored
+    removed: BlocksRemoved
+    cleared: BlocksCleared
+    def __init__(self, stored: _Optional[_Union[BlocksStored, _Mapping]] = ..., removed: _Optional[_Union[BlocksRemoved, _Mapping]] = ..., cleared: _Optional[_Union[BlocksCleared, _Mapping]] = ...) -> None: ...
+
+class BlockEvents(_message.Message):
+    __slots__ = ("worker", "sequence", "events")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerRef
+    sequence: int
+    events: _containers.RepeatedCompositeFieldContainer[BlockEvent]
+    def __init__(self, worker: _Optional[_Union[WorkerRef, _Mapping]] = ..., sequence: _Optional[int] = ..., events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ...) -> None: ...
+
+class ReplayRequest(_message.Message):
+    __slots__ = ("worker", "from_sequence")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    FROM_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerRef
+    from_sequence: int
+    def __init__(self, worker: _Optional[_Union[WorkerRef, _Mapping]] = ..., from_sequence: _Optional[int] = ...) -> None: ...
+
+class BlockSnapshot(_message.Message):
+    __slots__ = ("sequence", "device_block_hashes", "host_block_hashes")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    device_block_hashes: bytes
+    host_block_hashes: bytes
+    def __init__(self, sequence: _Optional[int] = ..., device_block_hashes: _Optional[bytes] = ..., host_block_hashes: _Optional[bytes] = ...) -> None: ...
+
+class ReplayReply(_message.Message):
+    __slots__ = ("batches", "snapshot")
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    batches: _containers.RepeatedCompositeFieldContainer[BlockEvents]
+    snapshot: BlockSnapshot
+    def __init__(self, batches: _Optional[_Iterable[_Union[BlockEvents, _Mapping]]] = ..., snapshot: _Optional[_Union[BlockSnapshot, _Mapping]] = ...) -> None: ...
