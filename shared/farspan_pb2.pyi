@@ -379,18 +379,20 @@ class End(_message.Message):
     def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("request_id", "sender", "index", "token_ids", "end")
+    __slots__ = ("request_id", "sender", "index", "token_ids", "end", "cached_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     sender: WorkerRef
     index: int
     token_ids: bytes
     end: End
-    def __init__(self, request_id: _Optional[str] = ..., sender: _Optional[_Union[WorkerRef, _Mapping]] = ..., index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., end: _Optional[_Union[End, _Mapping]] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., sender: _Optional[_Union[WorkerRef, _Mapping]] = ..., index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., end: _Optional[_Union[End, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class TokensReply(_message.Message):
     __slots__ = ("next_index",)
