@@ -1,0 +1,116 @@
+"""Choosing positions and attending to them, on CPU tensors.
+
+Order never depends on the composition: positions are chosen by (score descending, position
+ascending) and attended in ascending order, so a query's result depends on its own row and the
+cached rows alone. This module is also the meaning of the GPU kernels to come.
+"""
+
+import torch
+
+_TILE_SCORES = 1 << 21  # fp32 scores held at once while choosing: 8 MiB stay in cache
+_TILE_ROWS = 1 << 14  # gathered rows held at once while attending
+
+
+def select_positions(
+    query: torch.Tensor,  # [n, index_heads, index_dim] fp32, rounded as the format wants
+    weights: torch.Tensor,  # [n, index_heads] fp32, scales included
+    keys: torch.Tensor,  # [num_keys, index_dim] fp32, in position order
+    limits: torch.Tensor,  # [n] int64: query i may choose positions first..limits[i]
+    first: int,
+    topk: int,
+) -> torch.Tensor:  # [n, min(topk, num_keys)] int64 ascending, -1 = none
+    """The topk positions with the highest score sum_h w_h relu(q_h . k)."""
+    num_queries, num_keys = query.shape[0], keys.shape[0]
+    width = min(topk, num_keys)
+    if num_keys - first <= topk:
+        return _all_positions(limits, first, num_keys)[:, :width]
+    chosen = query.new_empty((num_queries, width), dtype=torch.int64)
+    tile = max(1, _TILE_SCORES // (query.shape[1] * num_keys))
+    for begin in range(0, num_queries, tile):
+        part = slice(begin, begin + tile)
+        scores = index_scores(query[part], weights[part], keys)
+        chosen[part] = _top_allowed(scores, limits[part], first, width)
+    return chosen
+
+
+def index_scores(
+    query: torch.Tensor,  # [n, heads, dim]
+    weights: torch.Tensor,  # [n, heads]
+    keys: torch.Tensor,  # [num_keys, dim]
+) -> torch.Tensor:  # [n, num_keys] fp32
+    """The lightning indexer's score of every key for every query."""
+    per_head = (query.flatten(0, 1) @ keys.T).relu_().unflatten(0, query.shape[:2])
+    return torch.bmm(weights.unsqueeze(1), per_head).squeeze(1)
+
+
+def _all_positions(limits: torch.Tensor, first: int, num_keys: int) -> torch.Tensor:
+    positions = torch.arange(first, num_keys).expand(len(limits), -1)
+    allowed = positions <= limits[:, None]
+    filled = torch.where(allowed, positions, -1)
+    pad = filled.new_full((len(limits), first), -1)
+    return torch.cat((filled, pad), 1)
+
+
+def _top_allowed(
+    scores: torch.Tensor, limits: torch.Tensor, first: int, width: int
+) -> torch.Tensor:
+    positions = torch.arange(scores.shape[1])
+    scores[:, :first] = -torch.inf
+    scores.masked_fill_(positions > limits[:, None], -torch.inf)
+    chosen = top_positions(scores, width)
+    taken = scores.gather(1, chosen) > -torch.inf
+    last = scores.shape[1]
+    # Unused places sort behind every position, then become -1.
+    ascending = torch.where(taken, chosen, last).sort(-1).values
+    return ascending.masked_fill_(ascending == last, -1)
+
+
+def top_positions(
+    scores: torch.Tensor,  # [n, num_keys] fp32
+    width: int,
+) -> torch.Tensor:  # [n, width] int64, unordered
+    """The width best columns of each row; equal scores go to the lower column."""
+    values, chosen = scores.topk(width, -1, sorted=True)
+    threshold = values[:, -1:]
+    num_equal = (scores == threshold).sum(-1)
+    num_wanted = (values == threshold).sum(-1)
+    for row in torch.nonzero(num_equal > num_wanted).flatten().tolist():
+        above = torch.nonzero(scores[row] > threshold[row]).flatten()
+        equal = torch.nonzero(scores[row] == threshold[row]).flatten()
+        chosen[row] = torch.cat((above, equal[: width - len(above)]))
+    return chosen
+
+
+def sparse_attention(
+    query: torch.Tensor,  # [n, heads, latent_dim] fp32
+    rows: torch.Tensor,  # [num_rows, latent_dim] fp32
+    chosen: torch.Tensor,  # [n, width] int64 row of each attended position, -1 = none
+    value_dim: int,
+    scale: float,
+) -> torch.Tensor:  # [n, heads, value_dim] fp32; zero for a query without positions
+    """Softmax attention of each query over its own rows; a row's first value_dim elements are its
+    value.
+    """
+    out = query.new_empty((*query.shape[:2], value_dim))
+    tile = max(1, _TILE_ROWS // max(chosen.shape[1], 1))
+    for begin in range(0, query.shape[0], tile):
+        part = slice(begin, begin + tile)
+        places = chosen[part]
+        gathered = rows[places.clamp_min(0).flatten()].unflatten(0, places.shape)
+        out[part] = attend_gathered(query[part], gathered, places >= 0, value_dim, scale)
+    return out
+
+
+def attend_gathered(
+    query: torch.Tensor,  # [n, heads, latent_dim]
+    gathered: torch.Tensor,  # [n, width, latent_dim]
+    is_valid: torch.Tensor,  # [n, width] bool
+    value_dim: int,
+    scale: float,
+) -> torch.Tensor:  # [n, heads, value_dim]
+    """sparse_attention once the rows are gathered."""
+    scores = torch.bmm(query, gathered.transpose(1, 2)) * scale
+    # A finite floor instead of -inf: a query with no position must give zeros, not NaN.
+    scores.masked_fill_(~is_valid.unsqueeze(1), torch.finfo(scores.dtype).min)
+    probabilities = torch.softmax(scores, -1).mul_(is_valid.unsqueeze(1))
+    return torch.bmm(probabilities, gathered[..., :value_dim])

@@ -1,0 +1,153 @@
+"""The decoder stack and the MTP layer over an abstract KV.
+
+Knows layers and their order; does not know where KV lies, who computes which row, or how attention
+reads it: that is the KvStep given by prefill or decode.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from shared.engine.comm import RankGroup
+from shared.engine.model.config import ModelConfig
+from shared.engine.model.layers import (
+    AttentionWeights,
+    MlpWeights,
+    Projected,
+    Rope,
+    merge_heads,
+    mlp,
+    project,
+    rms_norm,
+)
+from shared.engine.model.moe import MoeWeights, moe
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer."""
+
+    input_norm: torch.Tensor  # [hidden]
+    post_attention_norm: torch.Tensor  # [hidden]
+    attention: AttentionWeights
+    feed_forward: MlpWeights | MoeWeights
+
+
+@dataclass(frozen=True)
+class MtpWeights:
+    """The multi-token-prediction layer: a decoder layer behind a projection of (next embedding,
+    hidden).
+    """
+
+    embedding_norm: torch.Tensor  # [hidden]
+    hidden_norm: torch.Tensor  # [hidden]
+    projection: torch.Tensor  # [hidden, 2 * hidden], embedding first
+    layer: LayerWeights
+    final_norm: torch.Tensor  # [hidden]
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """All parameters one rank holds."""
+
+    embedding: torch.Tensor  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor  # [hidden]
+    head: torch.Tensor  # [vocab, hidden]
+    mtp: MtpWeights
+
+
+class KvStep(Protocol):
+    """KV as one step sees it; calls come layer by layer, `write` before `attend`."""
+
+    def write(self, layer: int, projected: Projected) -> None:
+        """Cache the step's new latent rows, and index keys if the layer owns an indexer."""
+        ...
+
+    def attend(self, layer: int, projected: Projected) -> torch.Tensor:  # [n, heads, kv_lora_rank]
+        """Sparse attention of the step's queries; an index owner first chooses the positions for
+        its group.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows one rank computes in one pass."""
+
+    positions: torch.Tensor  # [n] int64, rotary positions
+    num_replicated: int  # leading rows that every rank computes alike
+    padded_len: int  # own rows of the widest rank
+
+
+class Transformer:
+    """One rank's model."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, group: RankGroup) -> None:
+        self.config = config
+        self.weights = weights
+        self._group = group
+        self._rope = Rope(config.attention.rope_dim, config.rope_theta)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,  # [n] int64
+        rows: StepRows,
+        kv: KvStep,
+    ) -> torch.Tensor:  # [n, hidden] after the final norm
+        """The target model's hidden states. Collective over the group."""
+        hidden = self.weights.embedding[token_ids]
+        angles = self._rope.angles(rows.positions)
+        for layer, weights in enumerate(self.weights.layers):
+            hidden = self._layer(layer, weights, hidden, angles, rows, kv)
+        return rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
+
+    def forward_mtp(
+        self,
+        token_ids: torch.Tensor,  # [n] int64
+        previous_hidden: torch.Tensor,  # [n, hidden] the hidden of the token before each
+        rows: StepRows,  # positions are those of the tokens before
+        kv: KvStep,
+    ) -> torch.Tensor:  # [n, hidden] after the MTP layer's final norm
+        """The MTP layer on (token, hidden of the token before it). Collective over the group."""
+        weights, eps = self.weights.mtp, self.config.rms_norm_eps
+        embedded = rms_norm(self.weights.embedding[token_ids], weights.embedding_norm, eps)
+        carried = rms_norm(previous_hidden, weights.hidden_norm, eps)
+        hidden = torch.cat((embedded, carried), -1) @ weights.projection.T
+        angles = self._rope.angles(rows.positions)
+        hidden = self._layer(self.config.num_layers, weights.layer, hidden, angles, rows, kv)
+        return rms_norm(hidden, weights.final_norm, eps)
+
+    def logits(
+        self,
+        hidden: torch.Tensor,  # [n, hidden] after a final norm
+    ) -> torch.Tensor:  # [n, vocab] fp32
+        """Scores of the next token."""
+        return (hidden @ self.weights.head.T).float()
+
+    def _layer(
+        self,
+        layer: int,
+        weights: LayerWeights,
+        hidden: torch.Tensor,
+        angles: torch.Tensor,
+        rows: StepRows,
+        kv: KvStep,
+    ) -> torch.Tensor:
+        eps = self.config.rms_norm_eps
+        normed = rms_norm(hidden, weights.input_norm, eps)
+        projected = project(weights.attention, self.config.attention, normed, angles, eps)
+        kv.write(layer, projected)
+        hidden = hidden + merge_heads(weights.attention, kv.attend(layer, projected))
+        normed = rms_norm(hidden, weights.post_attention_norm, eps)
+        if isinstance(weights.feed_forward, MlpWeights):
+            return hidden + mlp(weights.feed_forward, normed)
+        return hidden + moe(
+            weights.feed_forward,
+            self.config.moe,
+            normed,
+            rows.num_replicated,
+            rows.padded_len,
+            self._group,
+        )
