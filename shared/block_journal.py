@@ -1,0 +1,83 @@
+"""A worker's side of the block events: number them, keep the latest, replay or summarise them.
+
+Pure: the caller publishes what `commit` returns and answers replay requests with `replay`. Prefill
+and decode share it, so that sequence numbers, gaps and snapshots mean one thing.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from shared import farspan_pb2 as pb
+from shared.block_hash import BlockHash, pack
+from shared.errors import WorkerLost
+
+# About two minutes at a batch per step of 30 ms; older gaps are healed by a snapshot.
+NUM_KEPT_BATCHES = 4096
+
+
+class BlockJournal:
+    """All block events of one life of one worker. Used by one thread only."""
+
+    def __init__(self, worker: pb.WorkerRef, num_kept_batches: int = NUM_KEPT_BATCHES) -> None:
+        self._worker = worker
+        self._pending: list[pb.BlockEvent] = []
+        self._kept: deque[pb.BlockEvents] = deque(maxlen=num_kept_batches)
+        self._held: dict[int, dict[BlockHash, None]] = {pb.TIER_DEVICE: {}, pb.TIER_HOST: {}}
+        self._sequence = 0
+
+    @property
+    def sequence(self) -> int:
+        """The last committed batch; what a heartbeat carries."""
+        return self._sequence
+
+    def stored(self, tier: pb.Tier, hashes: Sequence[BlockHash]) -> None:
+        """These blocks are now found in `tier`."""
+        if hashes:
+            self._held[tier].update(dict.fromkeys(hashes))
+            event = pb.BlocksStored(tier=tier, block_hashes=pack(hashes))
+            self._pending.append(pb.BlockEvent(stored=event))
+
+    def removed(self, tier: pb.Tier, hashes: Sequence[BlockHash]) -> None:
+        """The last copy of these blocks has left `tier`."""
+        if hashes:
+            for block_hash in hashes:
+                self._held[tier].pop(block_hash, None)
+            event = pb.BlocksRemoved(tier=tier, block_hashes=pack(hashes))
+            self._pending.append(pb.BlockEvent(removed=event))
+
+    def cleared(self) -> None:
+        """Nothing is found in any tier any more."""
+        for held in self._held.values():
+            held.clear()
+        self._pending = [pb.BlockEvent(cleared=pb.BlocksCleared())]
+
+    def commit(self) -> pb.BlockEvents | None:
+        """The events since the last commit as the next batch; None if there are none."""
+        if not self._pending:
+            return None
+        self._sequence += 1
+        batch = pb.BlockEvents(worker=self._worker, sequence=self._sequence, events=self._pending)
+        self._pending = []
+        self._kept.append(batch)
+        return batch
+
+    def replay(self, request: pb.ReplayRequest) -> pb.ReplayReply:
+        """The committed batches from the asked one on, or a snapshot if they are no longer kept.
+
+        The caller commits and publishes first, or the snapshot would be ahead of its sequence.
+        Raises WorkerLost if another life is meant.
+        """
+        if request.worker != self._worker:
+            raise WorkerLost(f"worker {request.worker.worker_id} has begun another life")
+        if self._pending:
+            raise RuntimeError("commit and publish pending events before a replay")
+        oldest = self._kept[0].sequence if self._kept else self._sequence + 1
+        if request.from_sequence >= oldest:
+            wanted = [batch for batch in self._kept if batch.sequence >= request.from_sequence]
+            return pb.ReplayReply(batches=wanted)
+        snapshot = pb.BlockSnapshot(
+            sequence=self._sequence,
+            device_block_hashes=pack(self._held[pb.TIER_DEVICE]),
+            host_block_hashes=pack(self._held[pb.TIER_HOST]),
+        )
+        return pb.ReplayReply(snapshot=snapshot)
