@@ -1,0 +1,95 @@
+"""Prefix queries over gRPC: the method's path, the server end and the client end.
+
+gRPC is used here alone. There is no generated stub: one method needs none. The trace context
+travels in the call's metadata.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from shared import farspan_pb2 as pb
+from shared import telemetry
+from shared.errors import BadRequest, ConfigError
+
+_SERVICE = "farspan.v1.KvIndex"
+_METHOD = "LongestPrefix"
+_STOP_S = 1.0
+# By default gRPC waits up to two minutes before it looks for a server again.
+_CHANNEL_OPTIONS = [
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+
+
+class IndexAway(Exception):
+    """kv_index did not answer in time; the message says why."""
+
+
+class PrefixClient:
+    """Asks a kv_index. Lives on the event loop that opened it."""
+
+    def __init__(self, channel: Any) -> None:
+        self._call = channel.unary_unary(
+            f"/{_SERVICE}/{_METHOD}",
+            request_serializer=pb.PrefixQuery.SerializeToString,
+            response_deserializer=pb.PrefixHits.FromString,
+        )
+
+    async def longest_prefix(self, query: pb.PrefixQuery, *, timeout_s: float) -> pb.PrefixHits:
+        """The workers that hold leading blocks of the query. Raises IndexAway."""
+        metadata = tuple(telemetry.inject().items())
+        try:
+            hits: pb.PrefixHits = await self._call(query, timeout=timeout_s, metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            raise IndexAway(f"{error.code().name}: {error.details()}") from error
+        return hits
+
+
+@asynccontextmanager
+async def connect(address: str) -> AsyncIterator[PrefixClient]:
+    """A client of the kv_index at host:port; it need not be there yet, and may go and come back."""
+    async with grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
+        yield PrefixClient(channel)
+
+
+@asynccontextmanager
+async def serve(
+    address: str, longest_prefix: Callable[[pb.PrefixQuery], pb.PrefixHits]
+) -> AsyncIterator[int]:
+    """Answer queries at host:port inside the block; yields the port, which 0 leaves to the system.
+
+    Raises ConfigError if the address cannot be used.
+    """
+
+    async def answer(query: pb.PrefixQuery, context: Any) -> pb.PrefixHits:
+        with telemetry.attached(dict(context.invocation_metadata())):
+            try:
+                return longest_prefix(query)
+            except BadRequest as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                raise
+
+    method = grpc.unary_unary_rpc_method_handler(
+        answer,
+        request_deserializer=pb.PrefixQuery.FromString,
+        response_serializer=pb.PrefixHits.SerializeToString,
+    )
+    # By default two processes could share a port by mistake, each with half of the queries.
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: method}),)
+    )
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot serve prefix queries on {address}: {error}") from error
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(_STOP_S)
