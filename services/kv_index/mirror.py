@@ -1,0 +1,114 @@
+"""Keeps the Redis copy close behind the index, without ever making the index wait.
+
+While Redis is away nothing queues up. A comparison of sequences, after every failure and now and
+then, finds the workers whose copy has fallen behind or lost data; they are written whole.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from contextlib import suppress
+
+from services.kv_index.events import Life
+from services.kv_index.index import Delta, Index
+from services.kv_index.store import Store, StoreAway
+
+logger = logging.getLogger(__name__)
+
+_MAX_WAITING = 1024  # deltas; beyond it, writing whole lives is cheaper than catching up
+_RETRY_S = 0.5
+
+
+class Mirror:
+    """The write-behind copier. Used on one event loop; `run` is its only writer to the store."""
+
+    def __init__(self, index: Index, store: Store, *, check_interval_s: float) -> None:
+        self._index = index
+        self._store = store
+        self._check_interval_s = check_interval_s
+        self._waiting: deque[Delta] = deque()
+        self._retired: deque[Life] = deque()
+        self._behind: set[Life] = set()
+        self._work = asyncio.Event()
+        self._next_check_s = 0.0
+        self._away_reason = ""
+
+    @property
+    def away_reason(self) -> str:
+        """Why the copy is not being written; empty when all is well."""
+        return self._away_reason
+
+    def append(self, delta: Delta | None) -> None:
+        """Write this step soon; None, a step that changed nothing, is ignored."""
+        if delta is None or delta.life in self._behind:
+            return
+        if len(self._waiting) >= _MAX_WAITING:
+            self._behind.update(waiting.life for waiting in self._waiting)
+            self._behind.add(delta.life)
+            self._waiting.clear()
+        else:
+            self._waiting.append(delta)
+        self._work.set()
+
+    def retire(self, life: Life) -> None:
+        """Remove this life from the copy soon."""
+        self._retired.append(life)
+        self._work.set()
+
+    async def run(self) -> None:
+        """Write and compare for ever."""
+        while True:
+            try:
+                await self.write()
+                await self._compare()
+                self._note_back()
+            except StoreAway as error:
+                self._note_away(str(error))
+                await asyncio.sleep(_RETRY_S)
+            else:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._check_interval_s):
+                        await self._work.wait()
+
+    async def write(self) -> None:
+        """Write all that waits. Raises StoreAway."""
+        self._work.clear()
+        while self._retired:
+            await self._store.retire(self._retired[0])
+            self._retired.popleft()
+        while self._waiting:
+            delta = self._waiting.popleft()
+            if delta.life not in self._behind and not await self._store.append(delta):
+                self._behind.add(delta.life)
+        while self._behind:
+            life = next(iter(self._behind))
+            whole = self._index.whole(life)  # taken now, so it holds all that waited
+            self._behind.discard(life)
+            if whole is not None:
+                await self._store.append(whole)
+
+    async def _compare(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._next_check_s:
+            return
+        copied = await self._store.sequences(list(self._index.sequences))
+        for life, sequence in self._index.sequences.items():
+            # What is still waiting makes a life look behind; then it is written whole once more.
+            if copied.get(life, sequence) < sequence:
+                self._behind.add(life)
+        if self._behind:
+            logger.info("writing %d workers whole: their copy was behind", len(self._behind))
+            await self.write()
+        self._next_check_s = now_s + self._check_interval_s
+
+    def _note_away(self, reason: str) -> None:
+        self._waiting.clear()
+        self._next_check_s = 0.0  # compare first thing when it is back
+        if not self._away_reason:
+            logger.error("Redis is away, serving from memory: %s", reason)
+        self._away_reason = reason or "no reason given"
+
+    def _note_back(self) -> None:
+        if self._away_reason:
+            logger.info("Redis is back and has caught up")
+        self._away_reason = ""

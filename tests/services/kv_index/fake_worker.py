@@ -1,0 +1,58 @@
+"""A worker as kv_index sees it: block events, heartbeats, replays; no engine."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from services.kv_index.events import Life
+from shared import farspan_pb2 as pb
+from shared import subjects
+from shared.block_hash import BlockHash
+from shared.block_journal import BlockJournal
+from shared.bus import Bus
+
+
+class FakeWorker:
+    """Publishes what its journal says, or loses it on purpose."""
+
+    def __init__(self, bus: Bus, life: Life, num_kept_batches: int = 100) -> None:
+        self.life = life
+        self.replays: list[int] = []
+        self._bus = bus
+        self._ref = pb.WorkerRef(worker_id=life.worker_id, epoch=life.epoch)
+        self._journal = BlockJournal(self._ref, num_kept_batches)
+
+    async def store(
+        self, hashes: Sequence[BlockHash], tier: pb.Tier = pb.TIER_DEVICE, *, is_lost: bool = False
+    ) -> None:
+        self._journal.stored(tier, hashes)
+        await self._publish(is_lost)
+
+    async def remove(
+        self, hashes: Sequence[BlockHash], tier: pb.Tier = pb.TIER_DEVICE, *, is_lost: bool = False
+    ) -> None:
+        self._journal.removed(tier, hashes)
+        await self._publish(is_lost)
+
+    async def beat(self, state: pb.ServiceState = pb.SERVICE_STATE_READY) -> None:
+        heartbeat = pb.Heartbeat(
+            worker=self._ref,
+            role=pb.ROLE_PREFILL,
+            state=state,
+            event_sequence=self._journal.sequence,
+        )
+        await self._bus.publish(subjects.HEARTBEAT, heartbeat)
+
+    @asynccontextmanager
+    async def answering(self) -> AsyncIterator["FakeWorker"]:
+        worker_id = self.life.worker_id
+        async with self._bus.answer(subjects.REPLAY, self._replay, worker=worker_id):
+            yield self
+
+    async def _publish(self, is_lost: bool) -> None:
+        batch = self._journal.commit()
+        if batch is not None and not is_lost:
+            await self._bus.publish(subjects.BLOCK_EVENTS, batch)
+
+    async def _replay(self, request: pb.ReplayRequest) -> pb.ReplayReply:
+        self.replays.append(request.from_sequence)
+        return self._journal.replay(request)

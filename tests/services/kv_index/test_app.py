@@ -1,0 +1,292 @@
+import asyncio
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from services.kv_index import app
+from services.kv_index.config import KvIndexConfig
+from services.kv_index.events import Life
+from services.local.servers import free_port
+from shared import bus, prefix_rpc
+from shared import farspan_pb2 as pb
+from shared.block_hash import BlockHash, pack
+from shared.bus import Bus
+from shared.prefix_rpc import PrefixClient
+from tests.services.kv_index.conftest import RedisServer
+from tests.services.kv_index.fake_worker import FakeWorker
+
+Hits = dict[Life, tuple[int, pb.Tier]]
+
+
+@pytest.fixture
+def config(nats_url: str, redis_url: str) -> KvIndexConfig:
+    return KvIndexConfig(
+        nats_url=nats_url,
+        redis_url=redis_url,
+        grpc_address="127.0.0.1:0",
+        redis_check_interval_s=0.2,
+    )
+
+
+@pytest.fixture
+async def link(nats_url: str) -> AsyncIterator[Bus]:
+    async with bus.connect(nats_url, "test") as link:
+        yield link
+
+
+@pytest.fixture
+def life() -> Life:
+    return Life(f"w-{uuid.uuid4().hex}", time.time_ns())
+
+
+@pytest.fixture
+def chain() -> list[BlockHash]:
+    return [BlockHash(uuid.uuid4().bytes) for _ in range(10)]
+
+
+@asynccontextmanager
+async def serving(config: KvIndexConfig) -> AsyncIterator[PrefixClient]:
+    async with app.serve(config) as port, prefix_rpc.connect(f"127.0.0.1:{port}") as client:
+        yield client
+
+
+async def hits(client: PrefixClient, hashes: list[BlockHash]) -> Hits:
+    query = pb.PrefixQuery(block_hashes=pack(hashes))
+    answer = await client.longest_prefix(query, timeout_s=5)
+    return {
+        Life(hit.worker.worker_id, hit.worker.epoch): (hit.num_blocks, hit.tier)
+        for hit in answer.hits
+    }
+
+
+async def eventually(client: PrefixClient, hashes: list[BlockHash], expected: Hits) -> None:
+    """Events travel; the answer must become right, and soon."""
+    await until(lambda: hits(client, hashes), expected)
+
+
+async def until(read: Callable[[], Awaitable[object]], expected: object) -> None:
+    seen: object = None
+    try:
+        async with asyncio.timeout(5):
+            while True:
+                seen = await read()
+                if seen == expected:
+                    return
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        pytest.fail(f"still {seen}, expected {expected}")
+
+
+async def test_events_become_hits(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """The whole way: NATS in, gRPC out."""
+    async with serving(config) as client:
+        worker = FakeWorker(link, life)
+        await worker.store(chain[:6])
+        await worker.store(chain[:8], pb.TIER_HOST)
+        await worker.remove(chain[4:6])
+
+        await eventually(client, chain, {life: (8, pb.TIER_HOST)})
+        assert await hits(client, chain[:4]) == {life: (4, pb.TIER_DEVICE)}
+        assert await hits(client, [BlockHash(uuid.uuid4().bytes), *chain]) == {}
+
+
+async def test_a_gap_is_healed_by_replay(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """Three lost batches are asked for; what was known stays in use (B11)."""
+    async with serving(config) as client, FakeWorker(link, life).answering() as worker:
+        await worker.store(chain[:2])
+        for i in range(2, 5):
+            await worker.store(chain[i : i + 1], is_lost=True)
+        await worker.store(chain[5:6])
+
+        await eventually(client, chain, {life: (6, pb.TIER_DEVICE)})
+        assert worker.replays == [2]
+
+
+async def test_a_gap_beyond_the_workers_memory_is_healed_by_a_snapshot(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """The worker keeps two batches only and sends its whole state instead."""
+    async with (
+        serving(config) as client,
+        FakeWorker(link, life, num_kept_batches=2).answering() as worker,
+    ):
+        await worker.store(chain[:8])
+        await worker.remove(chain[5:8], is_lost=True)
+        for _ in range(4):
+            await worker.store(chain[:1], pb.TIER_HOST, is_lost=True)
+        await worker.store(chain[1:2], pb.TIER_HOST)
+
+        await eventually(client, chain, {life: (5, pb.TIER_DEVICE)})
+
+
+async def test_a_lost_tail_is_healed_by_heartbeats(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """No event follows that would show the gap; an idle worker still beats."""
+    async with serving(config) as client, FakeWorker(link, life).answering() as worker:
+        await worker.store(chain[:2])
+        await worker.store(chain[2:4], is_lost=True)
+        await worker.beat()
+        await worker.beat()
+
+        await eventually(client, chain, {life: (4, pb.TIER_DEVICE)})
+
+
+async def test_a_silent_replay_does_not_stop_the_next_try(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """A worker that cannot answer yet is asked again after its next heartbeat."""
+    async with serving(config) as client:
+        worker = FakeWorker(link, life)
+        await worker.store(chain[:4], is_lost=True)
+        await worker.beat()
+        await worker.beat()
+        async with worker.answering():
+            await worker.beat()
+            await eventually(client, chain, {life: (4, pb.TIER_DEVICE)})
+
+
+async def test_a_restart_of_kv_index_is_warm(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """The blocks are there before any worker has said a word."""
+    async with serving(config) as client:
+        worker = FakeWorker(link, life)
+        await worker.store(chain[:7])
+        await eventually(client, chain, {life: (7, pb.TIER_DEVICE)})
+
+    await worker.remove(chain[6:7])  # nobody listens: the next process must find out
+
+    async with serving(config) as client, worker.answering():
+        assert await hits(client, chain) == {life: (7, pb.TIER_DEVICE)}
+        await worker.beat()
+        await worker.beat()
+        await eventually(client, chain, {life: (6, pb.TIER_DEVICE)})
+
+
+async def test_a_new_epoch_drops_hits_here_and_after_a_restart(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """A heartbeat is enough; the copy in Redis must not bring the old blocks back (B1, B2)."""
+    async with serving(config) as client:
+        await FakeWorker(link, life).store(chain)
+        await eventually(client, chain, {life: (10, pb.TIER_DEVICE)})
+
+        await FakeWorker(link, next_life(life)).beat()
+        await eventually(client, chain, {})
+
+    async with serving(config) as client:
+        assert await hits(client, chain) == {}
+
+
+def next_life(life: Life) -> Life:
+    return Life(life.worker_id, life.epoch + 1)
+
+
+async def test_a_stopped_worker_is_forgotten_at_once(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """It says so itself; nobody waits for its silence."""
+    async with serving(config) as client:
+        worker = FakeWorker(link, life)
+        await worker.store(chain)
+        await eventually(client, chain, {life: (10, pb.TIER_DEVICE)})
+
+        await worker.beat(pb.SERVICE_STATE_STOPPED)
+        await eventually(client, chain, {})
+
+
+async def test_a_silent_worker_is_forgotten_and_comes_back_whole(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """Forgetting is cheap to be wrong about: a heartbeat brings everything back (B14)."""
+    hasty = replace(config, forget_after_s=0.3)
+    async with serving(hasty) as client, FakeWorker(link, life).answering() as worker:
+        await worker.store(chain)
+        await eventually(client, chain, {life: (10, pb.TIER_DEVICE)})
+        await eventually(client, chain, {})
+
+        await worker.beat()
+        await worker.beat()
+        await eventually(client, chain, {life: (10, pb.TIER_DEVICE)})
+
+
+async def test_redis_may_die_and_come_back_empty(
+    config: KvIndexConfig,
+    redis_server: RedisServer,
+    link: Bus,
+    life: Life,
+    chain: list[BlockHash],
+) -> None:
+    """Queries go on from memory, and later the copy is whole again without any new event (D8)."""
+    own = replace(config, redis_url=redis_server.url)
+    async with serving(own) as client:
+        worker = FakeWorker(link, life)
+        await worker.store(chain[:3])
+        await eventually(client, chain, {life: (3, pb.TIER_DEVICE)})
+
+        redis_server.kill()
+        await worker.store(chain[3:9])
+        await eventually(client, chain, {life: (9, pb.TIER_DEVICE)})
+        redis_server.start()
+
+        async def copied() -> object:
+            async with serving(own) as second:
+                return await hits(second, chain)
+
+        await until(copied, {life: (9, pb.TIER_DEVICE)})
+
+
+async def test_two_replicas_agree(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """Both follow the events and both write the copy."""
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(serving(config)) for _ in range(2)]
+        worker = FakeWorker(link, life)
+        for block_hash in chain:
+            await worker.store([block_hash])
+        await worker.remove(chain[4:])
+        for client in clients:
+            await eventually(client, chain, {life: (4, pb.TIER_DEVICE)})
+
+    async with serving(config) as client:
+        assert await hits(client, chain) == {life: (4, pb.TIER_DEVICE)}
+
+
+@pytest.mark.parametrize("missing", ["NATS", "Redis"])
+def test_the_process_does_not_start_without_its_servers(
+    missing: str, nats_url: str, redis_url: str
+) -> None:
+    """One line that names what is missing and where it was expected, and exit code 2."""
+    address = f"127.0.0.1:{free_port()}"
+    settings = {
+        "KV_INDEX_NATS_URL": f"nats://{address}" if missing == "NATS" else nats_url,
+        "KV_INDEX_REDIS_URL": f"redis://{address}" if missing == "Redis" else redis_url,
+        "KV_INDEX_GRPC_ADDRESS": "127.0.0.1:0",
+    }
+
+    ended = subprocess.run(
+        [sys.executable, "-m", "services.kv_index"],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+    assert ended.returncode == 2
+    assert missing in ended.stderr.splitlines()[-1]
+    assert address in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr

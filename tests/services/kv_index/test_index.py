@@ -1,0 +1,345 @@
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.kv_index.events import (
+    DEVICE_BIT,
+    HOST_BIT,
+    Life,
+    life_of,
+    parse_hashes,
+    snapshot_blocks,
+)
+from services.kv_index.index import Delta, Hit, Index
+from shared import farspan_pb2 as pb
+from shared.block_hash import BlockHash, pack
+from shared.errors import BadRequest
+
+LIFE = Life("w0", 100)
+CHAIN = [BlockHash(bytes([i]) * 16) for i in range(1, 101)]
+
+
+def batch(sequence: int, *events: pb.BlockEvent, life: Life = LIFE) -> pb.BlockEvents:
+    worker = pb.WorkerRef(worker_id=life.worker_id, epoch=life.epoch)
+    return pb.BlockEvents(worker=worker, sequence=sequence, events=events)
+
+
+def stored(hashes: Sequence[BlockHash], tier: pb.Tier = pb.TIER_DEVICE) -> pb.BlockEvent:
+    return pb.BlockEvent(stored=pb.BlocksStored(tier=tier, block_hashes=pack(hashes)))
+
+
+def removed(hashes: Sequence[BlockHash], tier: pb.Tier = pb.TIER_DEVICE) -> pb.BlockEvent:
+    return pb.BlockEvent(removed=pb.BlocksRemoved(tier=tier, block_hashes=pack(hashes)))
+
+
+def cleared() -> pb.BlockEvent:
+    return pb.BlockEvent(cleared=pb.BlocksCleared())
+
+
+def test_the_longest_prefix_is_found_for_every_worker_that_has_a_part_of_it() -> None:
+    """The router weighs all of them, so none is left out and the order is fixed."""
+    index = Index()
+    other = Life("w1", 7)
+    index.apply(batch(1, stored(CHAIN[:3]), life=other))
+    index.apply(batch(1, stored(CHAIN[:90])))
+
+    hits = index.longest_prefix(CHAIN)
+
+    assert hits == [Hit(LIFE, 90, pb.TIER_DEVICE), Hit(other, 3, pb.TIER_DEVICE)]
+
+
+def test_a_prompt_nobody_knows_has_no_hits() -> None:
+    """Also when its later blocks are known: a hit begins at the first block."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN[:3])))
+
+    assert index.longest_prefix([]) == []
+    assert index.longest_prefix([CHAIN[50], *CHAIN[:3]]) == []
+
+
+def test_a_new_epoch_drops_all_hits_of_the_old_one() -> None:
+    """A restarted worker has empty pools; its old blocks would be wrong hints (B1, B2)."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN)))
+
+    index.heartbeat(Life("w0", 101), 0)
+
+    assert index.longest_prefix(CHAIN) == []
+    assert index.apply(batch(2, stored(CHAIN))) is None, "the old life speaks no more"
+    assert index.longest_prefix(CHAIN) == []
+
+
+def test_all_cleared_drops_everything_before_it_and_nothing_after() -> None:
+    """A clear in the middle of a batch is an event like any other (B4)."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN[:5])))
+
+    delta = index.apply(batch(2, stored(CHAIN[5:9]), cleared(), stored(CHAIN[:2])))
+
+    assert index.longest_prefix(CHAIN) == [Hit(LIFE, 2, pb.TIER_DEVICE)]
+    assert delta is not None
+    assert delta.previous is None, "the durable copy must drop the rest too"
+    assert set(delta.blocks) == set(CHAIN[:2])
+
+
+def test_a_block_in_two_tiers_stays_until_it_has_left_both() -> None:
+    """Leaving HBM for the host tier is not leaving the worker (B6)."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN[:4]), stored(CHAIN[:4], pb.TIER_HOST)))
+
+    index.apply(batch(2, removed(CHAIN[2:4])))
+    assert index.longest_prefix(CHAIN) == [Hit(LIFE, 4, pb.TIER_HOST)]
+    assert index.longest_prefix(CHAIN[:2]) == [Hit(LIFE, 2, pb.TIER_DEVICE)]
+
+    index.apply(batch(3, removed(CHAIN[3:4], pb.TIER_HOST)))
+    assert index.longest_prefix(CHAIN) == [Hit(LIFE, 3, pb.TIER_HOST)]
+
+
+def test_a_repeated_batch_changes_nothing() -> None:
+    """Replays overlap with what has arrived (B8)."""
+    index = Index()
+    first, second = batch(1, stored(CHAIN[:9])), batch(2, removed(CHAIN[4:9]))
+    for message in (first, second, first, second, first):
+        index.apply(message)
+
+    assert index.longest_prefix(CHAIN) == [Hit(LIFE, 4, pb.TIER_DEVICE)]
+    assert index.num_blocks == 4
+
+
+def test_a_gap_keeps_what_is_known_and_says_what_to_ask_for() -> None:
+    """Nothing after the gap is applied, or a removal could be undone by an older store (B11)."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN[:9])))
+
+    assert index.apply(batch(4, stored(CHAIN[9:12]))) is None
+    assert index.first_missing(LIFE) == 2
+    assert index.longest_prefix(CHAIN) == [Hit(LIFE, 9, pb.TIER_DEVICE)]
+
+    for sequence in (2, 3, 4):
+        index.apply(batch(sequence, stored(CHAIN[9:12])))
+    assert index.first_missing(LIFE) is None
+
+
+def test_a_lost_tail_shows_at_the_second_heartbeat() -> None:
+    """The first may only have overtaken the events; an idle worker sends nothing but heartbeats."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN[:9])))
+
+    index.heartbeat(LIFE, 2)
+    assert index.first_missing(LIFE) is None
+
+    index.heartbeat(LIFE, 2)
+    assert index.first_missing(LIFE) == 2
+
+
+def test_a_snapshot_replaces_everything_unless_it_is_old() -> None:
+    """A slow answer must not undo what has been followed since."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN[:9])))
+
+    snapshot = pb.BlockSnapshot(
+        sequence=7, device_block_hashes=pack(CHAIN[:2]), host_block_hashes=pack(CHAIN[1:5])
+    )
+    assert index.restore(LIFE, 7, snapshot_blocks(snapshot)) is not None
+    assert index.longest_prefix(CHAIN) == [Hit(LIFE, 5, pb.TIER_HOST)]
+    assert index.longest_prefix(CHAIN[:2]) == [Hit(LIFE, 2, pb.TIER_DEVICE)]
+
+    assert index.restore(LIFE, 6, {}) is None
+    assert index.restore(Life("w0", 99), 50, {}) is None
+    assert index.sequences == {LIFE: 7}
+
+
+def test_a_retired_worker_is_gone_unless_it_came_back() -> None:
+    """Retiring races with a restart: the new life wins."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN)))
+    index.heartbeat(Life("w0", 101), 0)
+
+    assert not index.retire(LIFE)
+    assert index.retire(Life("w0", 101))
+    assert index.sequences == {}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param(batch(1, stored(CHAIN[:1], pb.TIER_UNSPECIFIED)), id="no-tier"),
+        pytest.param(batch(1, pb.BlockEvent()), id="unknown-kind"),
+        pytest.param(batch(1, stored([BlockHash(b"short")])), id="partial-hash"),
+        pytest.param(batch(1, stored(CHAIN), life=Life("", 1)), id="no-worker"),
+        pytest.param(batch(1, stored(CHAIN), life=Life("w0", 0)), id="no-epoch"),
+    ],
+)
+def test_an_unclear_batch_is_refused_as_a_whole(message: pb.BlockEvents) -> None:
+    """Skipping a part would leave an index that is wrong and looks right."""
+    index = Index()
+
+    with pytest.raises(BadRequest):
+        index.apply(message)
+
+    assert index.sequences == {}
+
+
+def test_a_worker_that_breaks_the_eviction_rule_is_not_believed_beyond_the_hole() -> None:
+    """Tail before head is the workers' promise; probes find a hole of any size worth finding."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN), removed(CHAIN[10:30])))
+
+    assert index.longest_prefix(CHAIN) == [Hit(LIFE, 10, pb.TIER_DEVICE)]
+
+
+def test_life_and_hashes_are_parsed_at_the_edge() -> None:
+    """Inner code has no checks to repeat."""
+    assert life_of(pb.WorkerRef(worker_id="w0", epoch=100)) == LIFE
+    assert parse_hashes(pack(CHAIN)) == CHAIN
+
+
+# A small world, so that every rule meets every other: two chains with one head, two workers.
+TRUNK = CHAIN[:4]
+CHAINS = [[*TRUNK, *CHAIN[10:14]], [*TRUNK, *CHAIN[20:24]]]
+STEPS = st.tuples(
+    st.sampled_from(["store", "evict", "clear", "restart", "repeat", "stale", "lose"]),
+    st.sampled_from(["w0", "w1"]),
+    st.sampled_from([pb.TIER_DEVICE, pb.TIER_HOST]),
+    st.integers(0, 1),
+    st.integers(1, 8),
+)
+
+
+class Model:
+    """The index's meaning: a set of hashes for each tier of each worker, and nothing clever."""
+
+    def __init__(self) -> None:
+        self.epoch = {"w0": 1, "w1": 1}
+        self.log: dict[str, list[pb.BlockEvents]] = {"w0": [], "w1": []}
+        self.reset("w0")
+        self.reset("w1")
+
+    def reset(self, worker: str) -> None:
+        tiers = getattr(self, "tiers", {})
+        tiers[worker] = {pb.TIER_DEVICE: set(), pb.TIER_HOST: set()}
+        self.tiers: dict[str, dict[pb.Tier, set[BlockHash]]] = tiers
+
+    def life(self, worker: str) -> Life:
+        return Life(worker, self.epoch[worker])
+
+    def emit(self, worker: str, *events: pb.BlockEvent) -> pb.BlockEvents:
+        message = batch(len(self.log[worker]) + 1, *events, life=self.life(worker))
+        self.log[worker].append(message)
+        return message
+
+    def evictable(self, worker: str, tier: pb.Tier, count: int) -> list[BlockHash]:
+        """Up to `count` blocks, each after all blocks behind it: a chain's tail before its head."""
+        held = set(self.tiers[worker][tier])
+        victims: list[BlockHash] = []
+        while len(victims) < count:
+            needed = {head for chain in CHAINS for head, tail in pairwise(chain) if tail in held}
+            leaves = sorted(held - needed)
+            if not leaves:
+                break
+            victims.append(leaves[0])
+            held.discard(leaves[0])
+        return victims
+
+    def prefix(self, worker: str, chain: list[BlockHash]) -> tuple[int, pb.Tier] | None:
+        device, host = (self.tiers[worker][tier] for tier in (pb.TIER_DEVICE, pb.TIER_HOST))
+        num_blocks = 0
+        while num_blocks < len(chain) and chain[num_blocks] in device | host:
+            num_blocks += 1
+        if not num_blocks:
+            return None
+        is_device = all(block_hash in device for block_hash in chain[:num_blocks])
+        return num_blocks, pb.TIER_DEVICE if is_device else pb.TIER_HOST
+
+
+def play(model: Model, index: Index, step: tuple[str, str, pb.Tier, int, int]) -> None:
+    """One step in the model; what the worker would send reaches the index, or is lost."""
+    kind, worker, tier, chain, count = step
+    if kind in ("store", "lose"):
+        hashes = CHAINS[chain][:count]
+        model.tiers[worker][tier].update(hashes)
+        message = model.emit(worker, stored(hashes, tier))
+        if kind == "store":
+            index.apply(message)
+    elif kind == "evict":
+        victims = model.evictable(worker, tier, count)
+        model.tiers[worker][tier].difference_update(victims)
+        index.apply(model.emit(worker, removed(victims, tier)))
+    elif kind == "clear":
+        model.reset(worker)
+        index.apply(model.emit(worker, cleared()))
+    elif kind == "restart":
+        model.epoch[worker] += 1
+        model.log[worker] = []
+        model.reset(worker)
+        index.heartbeat(model.life(worker), 0)
+    elif kind == "repeat":
+        for message in model.log[worker][-count:]:
+            index.apply(message)
+    elif kind == "stale" and model.epoch[worker] > 1:
+        past = Life(worker, model.epoch[worker] - 1)
+        index.apply(batch(1, stored(CHAINS[chain], tier), life=past))
+        index.restore(past, 99, dict.fromkeys(CHAINS[chain], DEVICE_BIT | HOST_BIT))
+
+
+def heal(model: Model, index: Index) -> None:
+    """What the service does after two heartbeats: ask for what is missing."""
+    for worker in model.epoch:
+        for _ in range(2):
+            index.heartbeat(model.life(worker), len(model.log[worker]))
+        first = index.first_missing(model.life(worker))
+        if first is not None:
+            for message in model.log[worker][first - 1 :]:
+                index.apply(message)
+
+
+@given(st.lists(STEPS, max_size=40))
+def test_the_index_equals_sets_of_hashes(steps: list[tuple[str, str, pb.Tier, int, int]]) -> None:
+    """Whatever is stored, evicted, cleared, restarted, repeated, late or lost and replayed."""
+    model, index = Model(), Index()
+    for step in steps:
+        play(model, index, step)
+    heal(model, index)
+
+    for chain in CHAINS:
+        found = {hit.life: (hit.num_blocks, hit.tier) for hit in index.longest_prefix(chain)}
+        expected = {model.life(worker): model.prefix(worker, chain) for worker in model.epoch}
+        assert found == {life: hit for life, hit in expected.items() if hit is not None}
+
+
+class CopiedIndex(Index):
+    """An index whose deltas a copy follows, as the durable one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copy: dict[Life, dict[BlockHash, int]] = {}
+
+    def apply(self, batch: pb.BlockEvents) -> Delta | None:
+        delta = super().apply(batch)
+        if delta is not None:
+            blocks = self.copy.setdefault(delta.life, {})
+            if delta.previous is None:
+                blocks.clear()
+            blocks.update(delta.blocks)
+        return delta
+
+
+@given(st.lists(STEPS, max_size=40))
+def test_following_the_deltas_gives_the_same_blocks(
+    steps: list[tuple[str, str, pb.Tier, int, int]],
+) -> None:
+    """The durable copy sees deltas only; applied in order they are the index."""
+    model, index = Model(), CopiedIndex()
+    for step in steps:
+        if step[0] != "stale":
+            play(model, index, step)
+    heal(model, index)
+
+    for life in index.sequences:
+        whole = index.whole(life)
+        assert whole is not None
+        held = {block_hash: bits for block_hash, bits in index.copy.get(life, {}).items() if bits}
+        assert held == whole.blocks
