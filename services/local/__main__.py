@@ -1,0 +1,102 @@
+"""The command line `farspan`: serve, status, chat."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.local.chat import chat
+from services.local.plan import Options
+from services.local.serve import serve
+from services.local.stack import StackFailed
+from services.local.status import status
+from shared.errors import ConfigError
+from shared.lifecycle import EXIT_CONFIG, EXIT_FAILED, run
+
+DEFAULTS = Options()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 0 if all went well, 1 if it failed, 2 if something is missing or wrong."""
+    try:
+        given = _parser().parse_args(arguments)
+        code: int = given.run(given)
+    except StackFailed as error:
+        sys.stderr.write(f"farspan: {error}\n")
+        return EXIT_FAILED
+    except ConfigError as error:
+        sys.stderr.write(f"farspan: {error}\n")
+        return EXIT_CONFIG
+    return code
+
+
+def _serve(given: argparse.Namespace) -> int:
+    options = Options(
+        port=given.port,
+        checkpoint=given.checkpoint,
+        prefill_workers=given.prefill_workers,
+        decode_workers=given.decode_workers,
+        prefill_ranks=given.prefill_ranks,
+        interleave=given.interleave,
+        kv_format=given.kv_format,
+        trace_file=given.trace_file,
+    )
+    return run("farspan", lambda stopping: serve(options, stopping))
+
+
+def _status(given: argparse.Namespace) -> int:
+    return status(given.port)
+
+
+def _chat(given: argparse.Namespace) -> int:
+    return chat(given.url or f"http://127.0.0.1:{given.port}/v1", given.max_tokens)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="farspan", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    command = commands.add_parser("serve", help="start everything on this machine")
+    command.set_defaults(run=_serve)
+    _add_port(command)
+    command.add_argument("--checkpoint", type=Path, default=DEFAULTS.checkpoint, metavar="DIR")
+    command.add_argument("--prefill-workers", type=_positive, default=DEFAULTS.prefill_workers)
+    command.add_argument("--decode-workers", type=_positive, default=DEFAULTS.decode_workers)
+    command.add_argument("--prefill-ranks", type=_positive, default=DEFAULTS.prefill_ranks)
+    command.add_argument("--interleave", type=int, choices=(1, 64), default=DEFAULTS.interleave)
+    command.add_argument("--kv-format", choices=("fp32", "fp8_ds_mla"), default=DEFAULTS.kv_format)
+    command.add_argument(
+        "--trace-file", type=Path, help="default: traces.jsonl beside the logs", metavar="FILE"
+    )
+
+    command = commands.add_parser("status", help="show services, workers and pools")
+    command.set_defaults(run=_status)
+    _add_port(command)
+
+    command = commands.add_parser("chat", help="talk in this terminal")
+    command.set_defaults(run=_chat)
+    _add_port(command)
+    command.add_argument("--url", help="an OpenAI-compatible base URL, instead of --port")
+    command.add_argument("--max-tokens", type=_positive, default=1024)
+    return parser
+
+
+def _add_port(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--port",
+        type=int,
+        default=os.environ.get("GATEWAY_PORT", str(DEFAULTS.port)),
+        help="the gateway's port on 127.0.0.1 (GATEWAY_PORT, else %(default)s)",
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

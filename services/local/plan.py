@@ -1,0 +1,96 @@
+"""What runs on one machine: every process, its settings, and how to see that it is ready.
+
+Pure: options and ports in, process specifications out. Knows the settings' names of all services,
+and no service's code.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.local.servers import nats_command, redis_command
+
+ROOT = Path(__file__).parents[2]
+HOST = "127.0.0.1"
+
+TRACE_FILE = "traces.jsonl"
+Settings = Mapping[str, str | int | Path]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a person or a test may choose about a local stack."""
+
+    port: int = 8000  # the gateway's; 0 = any free one
+    checkpoint: Path = ROOT / "checkpoints" / "demo-fp8"
+    prefill_workers: int = 1
+    decode_workers: int = 1
+    prefill_ranks: int = 1
+    interleave: int = 64
+    kv_format: str = "fp8_ds_mla"
+    trace_file: Path | None = None  # default: traces.jsonl in the run folder
+    run_folder: Path | None = None  # default: .run/<port> in the project
+    settings: Mapping[str, str] = field(default_factory=dict)  # more variables, for every process
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One process to run. Its `port` accepts connections when it lives."""
+
+    name: str
+    command: tuple[str, ...]
+    environ: Mapping[str, str]
+    port: int
+    has_probe: bool  # the port serves /readyz
+
+
+def plan(options: Options, folder: Path, ports: Iterator[int]) -> list[Spec]:
+    """Every process of the stack, in the order of its start. `options.port` is decided."""
+    nats_port, redis_port, grpc_port = next(ports), next(ports), next(ports)
+    nats_url = f"nats://{HOST}:{nats_port}"
+    grpc_address = f"{HOST}:{grpc_port}"
+    trace_file = options.trace_file or folder / TRACE_FILE
+
+    def service(name: str, module: str, settings: Settings) -> Spec:
+        prefix, port = module.upper(), next(ports)
+        common = {"NATS_URL": nats_url, "HEALTH_PORT": port, "TRACE_FILE": trace_file.resolve()}
+        return Spec(
+            name,
+            (sys.executable, "-m", f"services.{module}"),
+            {
+                **{f"{prefix}_{key}": str(value) for key, value in {**common, **settings}.items()},
+                **options.settings,
+            },
+            port,
+            has_probe=True,
+        )
+
+    def workers(role: str, count: int, settings: Settings) -> list[Spec]:
+        names = [f"{role}-{i}" for i in range(count)]
+        return [service(name, role, {**settings, "WORKER_ID": name}) for name in names]
+
+    checkpoint = options.checkpoint.resolve()
+    model: Settings = {"CHECKPOINT": checkpoint, "MODEL": checkpoint.name}
+    decode: Settings = {**model, "KV_FORMAT": options.kv_format}
+    ranks: Settings = {"RANKS": options.prefill_ranks, "INTERLEAVE": options.interleave}
+    redis_url = f"redis://{HOST}:{redis_port}/0"
+    return [
+        Spec("nats", tuple(nats_command(nats_port)), {}, nats_port, has_probe=False),
+        Spec("redis", tuple(redis_command(redis_port, folder)), {}, redis_port, has_probe=False),
+        service("kv_index", "kv_index", {"REDIS_URL": redis_url, "GRPC_ADDRESS": grpc_address}),
+        service("router", "router", {"KV_INDEX_ADDRESS": grpc_address}),
+        *workers("prefill", options.prefill_workers, {**decode, **ranks}),
+        *workers("decode", options.decode_workers, decode),
+        service("gateway", "gateway", {"HOST": HOST, "PORT": options.port, **model}),
+    ]
+
+
+def environment(spec: Spec) -> dict[str, str]:
+    """The whole environment of a process: ours where we decide, else the caller's, else defaults.
+
+    KV moves over loopback and shared memory, so UCX and gloo need not look for other networks.
+    """
+    defaults = {"UCX_NET_DEVICES": "lo", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+    return {**defaults, **os.environ, **spec.environ}

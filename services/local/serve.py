@@ -1,0 +1,59 @@
+"""`farspan serve`: the embedded default, everything on this machine."""
+
+import asyncio
+import json
+import time
+from contextlib import suppress
+from typing import NoReturn
+
+from services.local.plan import Options
+from services.local.stack import Stack
+from shared.lifecycle import Stopping
+
+
+async def serve(options: Options, stopping: Stopping) -> None:
+    """Run a stack until asked to stop. Raises StackFailed if a process ends before that."""
+    running = asyncio.create_task(_run(options))
+    asked = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait((running, asked), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        asked.cancel()
+        if not running.done():
+            _say("Stopping.")
+            running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+    _say("Stopped: no process is left.")
+
+
+async def _run(options: Options) -> NoReturn:
+    started_s = time.monotonic()
+    _say("Farspan is starting NATS, Redis and its services; Ctrl-C stops them all.")
+    async with Stack(options, _say) as stack:
+        _say(_welcome(stack, options.checkpoint.resolve().name, time.monotonic() - started_s))
+        raise await stack.until_one_ends()
+
+
+def _welcome(stack: Stack, model: str, elapsed_s: float) -> str:
+    body = json.dumps(
+        {"model": model, "messages": [{"role": "user", "content": "What is a lighthouse?"}]}
+    )
+    logs = "\n".join(f"  {name:<10} {stack.log(name)}" for name in stack.children)
+    port = "" if stack.port == 8000 else f" --port {stack.port}"
+    return f"""
+Serving {model} at {stack.base_url} after {elapsed_s:.1f} s. Try:
+
+  curl {stack.base_url}/chat/completions -H 'Content-Type: application/json' \\
+    -d '{body}'
+
+  farspan chat{port}      talk in this terminal
+  farspan status{port}    services, workers, pools
+
+Logs:
+{logs}
+"""
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

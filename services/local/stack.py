@@ -1,0 +1,176 @@
+"""All of Farspan on one machine: NATS, Redis and the five services, as processes on 127.0.0.1.
+
+`async with Stack(options) as stack:` starts them, waits until each is ready, and stops them all.
+"""
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+from services.local import child, probe
+from services.local.child import Child
+from services.local.plan import HOST, ROOT, TRACE_FILE, Options, Spec, plan
+from services.local.servers import free_ports
+from shared.errors import FarspanError
+
+STACK_FILE = "stack.json"
+_READY_S = 180.0  # loading a large checkpoint on a slow disk
+_STOP_S = 10.0
+_POLL_S = 0.1
+_REPORT_S = 5.0
+
+
+class StackFailed(FarspanError):
+    """A process of the stack ended by itself, or did not become ready; the message ends its log."""
+
+
+def run_folder(port: int) -> Path:
+    """Where the stack with its gateway at `port` keeps its files, unless told otherwise."""
+    return ROOT / ".run" / str(port)
+
+
+class Stack:
+    """A running stack. `report` gets a line when a process becomes ready, or takes long."""
+
+    def __init__(self, options: Options, report: Callable[[str], None] = lambda line: None) -> None:
+        ports = iter(free_ports(4 + 4 + options.prefill_workers + options.decode_workers))
+        self.port = options.port or next(ports)
+        self.folder = (options.run_folder or run_folder(self.port)).resolve()
+        self.children: dict[str, Child] = {}
+        self._report = report
+        self._specs = plan(replace(options, port=self.port), self.folder, ports)
+        self._stack = AsyncExitStack()
+        self._started_s = time.monotonic()
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client needs."""
+        return f"http://{HOST}:{self.port}/v1"
+
+    @property
+    def nats_url(self) -> str:
+        """The stack's own NATS server."""
+        return f"nats://{HOST}:{self._spec('nats').port}"
+
+    @property
+    def redis_url(self) -> str:
+        """The stack's own Redis."""
+        return f"redis://{HOST}:{self._spec('redis').port}/0"
+
+    def log(self, name: str) -> Path:
+        """Where the output of a process goes."""
+        return self.folder / "logs" / f"{name}.log"
+
+    async def __aenter__(self) -> Self:
+        probe.require_free(HOST, self.port)
+        _prepare(self.folder)
+        async with AsyncExitStack() as stack:
+            self._guard = stack.enter_context(child.guarded())
+            stack.push_async_callback(self._stop)
+            servers = [spec.name for spec in self._specs if not spec.has_probe]
+            services = [spec.name for spec in self._specs if spec.has_probe]
+            for group in (servers, services):
+                for name in group:
+                    await self.launch(name)
+                await self._all_ready(group)
+            self._describe()
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._stack.aclose()
+
+    async def launch(self, name: str) -> Child:
+        """Start a process, at the beginning or again; an earlier one of that name is ended."""
+        if name in self.children:
+            await self._end(self.children[name])
+        started = await child.start(self._spec(name), self.log(name))
+        self._guard.tell(f"+{started.pid}")
+        self.children[name] = started
+        return started
+
+    async def ready(self, name: str) -> None:
+        """Return when a process is ready. Raises StackFailed if it ends or takes too long."""
+        started_s = reported_s = time.monotonic()
+        while (reason := await probe.unready(self._spec(name))) is not None:
+            now_s = time.monotonic()
+            if self.children[name].returncode is not None:
+                raise self._failure(name, f"ended with status {self.children[name].returncode}")
+            if now_s - started_s > _READY_S:
+                raise self._failure(name, f"is not ready after {_READY_S:g} s: {reason}")
+            if now_s - reported_s > _REPORT_S:
+                reported_s = now_s
+                self._tell(name, f"... {reason}")
+            await asyncio.sleep(_POLL_S)
+        self._tell(name, "ready")
+
+    async def until_one_ends(self) -> StackFailed:
+        """Return when a process has ended without being asked to, with what there is to say."""
+        waiting = {
+            asyncio.create_task(started.wait()): name for name, started in self.children.items()
+        }
+        try:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            task = done.pop()
+            return self._failure(waiting[task], f"ended with status {task.result()}")
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def _all_ready(self, names: list[str]) -> None:
+        failing = asyncio.create_task(self.until_one_ends())
+        ready = asyncio.gather(*(self.ready(name) for name in names))
+        try:
+            await asyncio.wait((ready, failing), return_when=asyncio.FIRST_COMPLETED)
+            if failing.done():
+                raise failing.result()
+            await ready
+        finally:
+            failing.cancel()
+            ready.cancel()
+            await asyncio.gather(ready, failing, return_exceptions=True)
+
+    async def _stop(self) -> None:
+        """Services first and together, then the servers they stand on."""
+        (self.folder / STACK_FILE).unlink(missing_ok=True)
+        for has_probe in (True, False):
+            group = [c for c in self.children.values() if c.spec.has_probe is has_probe]
+            await asyncio.gather(*map(self._end, group))
+
+    async def _end(self, running: Child) -> None:
+        if not await running.stop(_STOP_S):
+            self._tell(running.spec.name, f"killed: it did not stop in {_STOP_S:g} s")
+        self._guard.tell(f"-{running.pid}")
+
+    def _describe(self) -> None:
+        """Leave word for `farspan status`."""
+        description = {
+            "base_url": self.base_url,
+            "nats_url": self.nats_url,
+            "probes": {spec.name: spec.port for spec in self._specs if spec.has_probe},
+            "servers": {spec.name: spec.port for spec in self._specs if not spec.has_probe},
+        }
+        (self.folder / STACK_FILE).write_text(json.dumps(description))
+
+    def _spec(self, name: str) -> Spec:
+        return next(spec for spec in self._specs if spec.name == name)
+
+    def _failure(self, name: str, what: str) -> StackFailed:
+        log = self.log(name)
+        return StackFailed(f"{name} {what}; the end of {log}:\n{self.children[name].last_lines()}")
+
+    def _tell(self, name: str, what: str) -> None:
+        self._report(f"[{time.monotonic() - self._started_s:5.1f} s] {name:<10} {what}")
+
+
+def _prepare(folder: Path) -> None:
+    """Fresh logs and traces: what an earlier stack left tells nothing about this one."""
+    shutil.rmtree(folder / "logs", ignore_errors=True)
+    (folder / "logs").mkdir(parents=True)
+    (folder / TRACE_FILE).unlink(missing_ok=True)
