@@ -1,0 +1,137 @@
+"""One NIXL agent with the settings Farspan needs: the only nixl import.
+
+NIXL's own progress thread spins at 100 % of a core, so progress is polled: a target calls
+`progress`, an initiator polls its reads. NIXL serialises calls of several threads itself (STRICT).
+What a peer causes becomes WorkerLost.
+"""
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shared.engine.kv.layout import IntArray
+from shared.errors import ConfigError, WorkerLost
+
+StridedRange = tuple[int, int, int]  # (address of the first, bytes of each, count), back to back
+
+_MEMORY = "DRAM"
+_PEER_ERRORS = (
+    "nixlRemoteDisconnectError",
+    "nixlBackendError",
+    "nixlCancelledError",
+    "nixlInvalidParamError",
+    "nixlMismatchError",
+    "nixlNotAllowedError",
+    "nixlNotFoundError",
+    "nixlUnknownError",
+)
+
+
+class Read:
+    """A posted read; its handle is kept until the end, since releasing it stops nothing."""
+
+    def __init__(self, agent: "NixlAgent", handle: Any) -> None:
+        self._agent = agent
+        self._handle = handle
+        self._status = "PROC"
+        self.failure: str | None = None
+        self._advance(agent.nixl.transfer)
+
+    def is_over(self) -> bool:
+        """Whether nothing of it can land any more; drives progress. `failure` says how it ended."""
+        if self._status == "PROC":
+            self._advance(self._agent.nixl.check_xfer_state)
+        return self._status != "PROC"
+
+    def _advance(self, step: Callable[[Any], str]) -> None:
+        try:
+            self._status = step(self._handle)
+            if self._status == "ERR":
+                self.failure = "NIXL reports a failed read"
+        except self._agent.peer_errors as error:
+            self._status = "ERR"
+            self.failure = f"{type(error).__name__}: {error}"
+        if self._status != "PROC":
+            self._handle.release()
+
+
+class NixlAgent:
+    """An agent of this process; its name is fresh, so that a restarted worker is never mistaken."""
+
+    def __init__(self, owner: str) -> None:
+        self.name = f"{owner}-{secrets.token_hex(8)}"
+        try:
+            import nixl_cu13._bindings as bindings
+            from nixl_cu13 import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+        except ImportError as error:
+            raise ConfigError(
+                f"KV moves over NIXL only, and nixl_cu13 cannot be imported: {error}"
+            ) from error
+        self.peer_errors: tuple[type[Exception], ...] = tuple(
+            getattr(bindings, name) for name in _PEER_ERRORS
+        )
+        settings = nixl_agent_config(
+            enable_prog_thread=False,
+            backends=["UCX"],
+            sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+        )
+        failures: tuple[type[Exception], ...] = (*self.peer_errors, RuntimeError)
+        try:
+            self.nixl: Any = nixl_agent(self.name, settings)
+        except failures as error:
+            raise ConfigError(
+                f"no NIXL agent with UCX: {error} (see UCX_TLS and UCX_NET_DEVICES)"
+            ) from error
+        if "UCX" not in self.nixl.backends:
+            raise ConfigError("NIXL has no UCX plug-in here")
+
+    def register(self, memory: torch.Tensor) -> None:
+        """Let peers read `memory`, and reads land in it, until the process ends."""
+        assert memory.is_contiguous() and memory.device.type == "cpu"
+        self.nixl.register_memory(memory)
+
+    def metadata(self) -> bytes:
+        """What a peer needs to reach all memory registered so far."""
+        return bytes(self.nixl.get_agent_metadata())
+
+    def progress(self) -> None:
+        """Serve peers: connections and, without shared memory, their reads."""
+        self.nixl.get_new_notifs()
+
+    def add_peer(self, metadata: bytes) -> str:
+        """The name of the peer whose metadata this is, now known here. Raises WorkerLost."""
+        try:
+            name: bytes = self.nixl.add_remote_agent(metadata)
+        except self.peer_errors as error:
+            raise WorkerLost(f"NIXL refuses the peer's metadata: {error}") from error
+        return name.decode()
+
+    def own_ranges(self, ranges: Sequence[StridedRange]) -> Any:
+        """Descriptors of own memory, numbered over all ranges in order."""
+        return self.nixl.prep_xfer_dlist("NIXL_INIT_AGENT", _table(ranges), _MEMORY)
+
+    def peer_ranges(self, peer: str, ranges: Sequence[StridedRange]) -> Any:
+        """Descriptors of a peer's memory, numbered likewise. Raises WorkerLost."""
+        try:
+            return self.nixl.prep_xfer_dlist(peer, _table(ranges), _MEMORY)
+        except self.peer_errors as error:
+            raise WorkerLost(f"{peer} did not register the memory it offers: {error}") from error
+
+    def read(self, own: Any, own_ids: IntArray, peers: Any, peer_ids: IntArray) -> Read:
+        """Post a read of the peer's descriptors into own ones, pairwise.
+
+        Neighbours on both sides are merged. Where UCX copies within a host (CMA) this blocks for
+        the whole copy.
+        """
+        indices = own_ids.astype(np.int32), peer_ids.astype(np.int32)
+        handle = self.nixl.make_prepped_xfer("READ", own, indices[0], peers, indices[1])
+        return Read(self, handle)
+
+
+def _table(ranges: Sequence[StridedRange]) -> npt.NDArray[np.uint64]:
+    rows = [(address, num_bytes, 0, num_bytes, count) for address, num_bytes, count in ranges]
+    return np.array(rows, dtype=np.uint64)
