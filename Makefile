@@ -1,0 +1,46 @@
+# Every command there is. `make` lists them.
+BIN := .venv/bin
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help serve chat status setup setup-dev test check fmt proto bench clean
+
+help:  ## list the commands
+	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+serve: setup  ## install what is missing and serve the bundled checkpoint; options: ARGS="--port 8001"
+	@exec $(BIN)/farspan serve $(ARGS)
+
+chat: setup  ## talk to what `make serve` serves
+	@exec $(BIN)/farspan chat $(ARGS)
+
+status: setup  ## show services, workers and pools
+	@exec $(BIN)/farspan status $(ARGS)
+
+test: setup-dev check  ## install what tests need, run every check and every test
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: setup-dev  ## format, lint, types, import contracts
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+fmt: setup-dev  ## format, and fix what can be fixed
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+proto: setup-dev  ## generate shared/farspan_pb2.py(i) from proto/farspan.proto
+	@$(BIN)/python -m grpc_tools.protoc -I shared=proto --python_out=. --pyi_out=. shared/farspan.proto
+
+bench: setup-dev  ## run every benchmark; results go to benchmarks/results
+	@set -e; for file in benchmarks/[a-z]*.py; do echo "$$file"; $(BIN)/python "$$file"; done
+
+setup:  ## create .venv with what serving needs
+	@scripts/setup.sh local
+
+setup-dev:  ## create .venv with what tests need, too
+	@scripts/setup.sh local dev
+
+clean:  ## remove .venv, run folders and caches
+	rm -rf .venv .run .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
