@@ -17,7 +17,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from shared import farspan_pb2 as pb
-from shared import telemetry
+from shared import tasks, telemetry
 from shared.errors import BadRequest, ConfigError, FarspanError, TooLong, WorkerLost, from_failure
 from shared.subjects import MessageT, ReplyT, RequestSubject, Subject
 
@@ -32,9 +32,8 @@ _RECONNECT_S = 0.25
 _PING_S = 5  # with two pings outstanding, a dead link is noticed in 15 s
 _DRAIN_S = 2
 _ANSWER_GRACE_S = 5.0
-_BUFFER_BYTES = (
-    16 << 20
-)  # while the server is away: minutes of tokens, or four million-token prompts
+# While the server is away: minutes of tokens, or four million-token prompts.
+_BUFFER_BYTES = 16 << 20
 
 
 @asynccontextmanager
@@ -181,7 +180,17 @@ class Bus:
             async with self._subscription(subject.name(**ids), queue, deliver):
                 yield
         finally:
-            await _finish(running)
+            await tasks.finish(running, _ANSWER_GRACE_S)
+
+    @asynccontextmanager
+    async def answer_text(self, name: str, text: Callable[[], str]) -> AsyncIterator[None]:
+        """Inside the block, whoever asks on `name` gets this text: for NATS's own conventions."""
+
+        async def deliver(received: Msg) -> None:
+            await self._send(received.reply, text().encode(), {})
+
+        async with self._subscription(name, "", deliver):
+            yield
 
     async def _answer_one(
         self,
@@ -275,15 +284,6 @@ def _as_farspan(error: nats.errors.Error, name: str, num_bytes: int) -> FarspanE
     if isinstance(error, nats.errors.MaxPayloadError):
         return TooLong(f"{num_bytes} bytes are more than the bus carries ({name})")
     return WorkerLost(f"cannot send on {name}: {error}")
-
-
-async def _finish(running: set[asyncio.Task[None]]) -> None:
-    if not running:
-        return
-    _, late = await asyncio.wait(running, timeout=_ANSWER_GRACE_S)
-    for task in late:
-        task.cancel()
-    await asyncio.gather(*late, return_exceptions=True)
 
 
 async def _close(client: Client) -> None:

@@ -7,7 +7,7 @@ worker that no longer has them answers with a snapshot.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 from services.kv_index import events
@@ -16,7 +16,7 @@ from services.kv_index.events import Life
 from services.kv_index.index import Index
 from services.kv_index.mirror import Mirror
 from services.kv_index.store import Store, StoreAway
-from shared import bus, lifecycle, prefix_rpc, subjects, telemetry
+from shared import bus, lifecycle, prefix_rpc, subjects, tasks, telemetry
 from shared import farspan_pb2 as pb
 from shared.bus import Bus
 from shared.errors import ConfigError, FarspanError
@@ -95,9 +95,7 @@ class KvIndex:
 
     async def stop_repairs(self) -> None:
         """Give up running repairs; the next process starts them again."""
-        for task in self._repairs.values():
-            task.cancel()
-        await asyncio.gather(*self._repairs.values(), return_exceptions=True)
+        await tasks.finish(list(self._repairs.values()), grace_s=0)
 
     def _retire(self, life: Life) -> None:
         if self._index.retire(life):
@@ -155,7 +153,7 @@ async def serve(config: KvIndexConfig) -> AsyncIterator[int]:
         await _load(index, store)
         service = KvIndex(link, index, mirror)
         async with (
-            _background(mirror.run(), service.sweep(config.forget_after_s)),
+            tasks.background(mirror.run(), service.sweep(config.forget_after_s)),
             lifecycle.health(config.health_host, config.health_port, service.state),
             prefix_rpc.serve(config.grpc_address, service.longest_prefix) as port,
             link.listen(subjects.BLOCK_EVENTS, service.on_events),
@@ -185,18 +183,6 @@ async def _flush(mirror: Mirror) -> None:
         await mirror.write()
     except StoreAway as error:
         logger.warning("the copy in Redis is behind: %s", error)
-
-
-@asynccontextmanager
-async def _background(*work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Run endless work beside the block; should one fail, the block is cancelled with its error."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(each) for each in work]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
 
 
 def _ref(life: Life) -> pb.WorkerRef:

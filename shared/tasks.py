@@ -1,0 +1,28 @@
+"""Tasks beside the main one: none is forgotten, and none fails unseen."""
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+
+@asynccontextmanager
+async def background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run endless work beside the block; should one fail, the block is cancelled with its error."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(each) for each in work]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+async def finish(running: Collection[asyncio.Task[None]], grace_s: float) -> None:
+    """Return when all have ended; those that are not done after grace_s are cancelled."""
+    if not running:
+        return
+    _, late = await asyncio.wait(running, timeout=grace_s)
+    for task in late:
+        task.cancel()
+    await asyncio.gather(*late, return_exceptions=True)

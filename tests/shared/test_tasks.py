@@ -1,0 +1,52 @@
+import asyncio
+
+import pytest
+
+from shared import tasks
+
+
+async def test_background_work_ends_with_the_block() -> None:
+    """Cancelled, so that it can clean up."""
+    seen: list[str] = []
+
+    async def work() -> None:
+        try:
+            seen.append("runs")
+            await asyncio.Event().wait()
+        finally:
+            seen.append("ended")
+
+    async with tasks.background(work()):
+        await asyncio.sleep(0)
+
+    assert seen == ["runs", "ended"]
+
+
+async def test_a_failure_in_the_background_ends_the_block() -> None:
+    """A service whose loop has died must not look alive."""
+
+    async def fail() -> None:
+        raise ValueError("bug")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        async with tasks.background(fail()):
+            await asyncio.Event().wait()
+
+    assert isinstance(caught.value.exceptions[0], ValueError)
+
+
+async def test_finish_waits_a_while_and_then_cancels() -> None:
+    """A short task keeps its result, an endless one does not keep the process."""
+
+    async def short() -> None:
+        await asyncio.sleep(0)
+
+    async def endless() -> None:
+        await asyncio.Event().wait()
+
+    running = [asyncio.create_task(short()), asyncio.create_task(endless())]
+    await tasks.finish(running, grace_s=0.05)
+    await tasks.finish([], grace_s=0.05)
+
+    assert not running[0].cancelled()
+    assert running[1].cancelled()
