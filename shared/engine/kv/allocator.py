@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NewType
 
 from shared.block_hash import BLOCK_TOKENS, BlockHash
+from shared.engine.step import BlockCopy
 
 BlockId = NewType("BlockId", int)
 
@@ -36,15 +37,6 @@ class Cleared:
 CacheEvent = Stored | Removed | Cleared
 
 
-@dataclass(frozen=True)
-class BlockCopy:
-    """Before the first step: the first num_tokens rows of source are to be copied to target."""
-
-    source: BlockId
-    target: BlockId
-    num_tokens: int
-
-
 @dataclass(eq=False)
 class Allocation:
     """One sequence's blocks. `hashes` grows as its owner fills further 64-token blocks."""
@@ -53,7 +45,7 @@ class Allocation:
     generations: list[int]
     hit_tokens: int
     num_shared_blocks: int  # leading blocks found in the cache; the rest were handed out anew
-    copies: list[BlockCopy]
+    copies: list[BlockCopy]  # to be done before the first step: a hit that ends inside a block
     hashes: list[BlockHash]
     num_published: int = 0  # leading 64-token blocks that can be found, or were hits
     is_findable: bool = True  # False after a clear: what it holds belongs to the forgotten content
@@ -68,15 +60,15 @@ class Allocation:
 class _Block:
     generation: int = 0
     references: int = 0
-    hashes: list[BlockHash] = field(
-        default_factory=list
-    )  # its findable 64-token blocks, from its start
+    # Its findable 64-token blocks, from its start.
+    hashes: list[BlockHash] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Hit:
     blocks: list[BlockId]  # whole effective blocks
-    partial: BlockCopy | None  # target is not known yet
+    source: BlockId | None = None  # holds the beginning of the next one
+    source_tokens: int = 0
 
 
 class BlockAllocator:
@@ -87,15 +79,9 @@ class BlockAllocator:
     a chain always loses its tail before its head: presence along a chain is monotone.
     """
 
-    def __init__(self, num_blocks: int, *, ranks: int = 1, num_lookahead_blocks: int = 0) -> None:
-        """`num_lookahead_blocks` matched 64-token blocks at a hit's end are not used.
-
-        1 where a row depends on the token after it, as an MTP layer's do: the last row of a matched
-        block is right only if the next block matches too.
-        """
+    def __init__(self, num_blocks: int, *, ranks: int = 1) -> None:
         self._blocks = [_Block() for _ in range(num_blocks)]
         self._ranks = ranks
-        self._num_lookahead = num_lookahead_blocks
         self._free = deque(BlockId(block) for block in range(num_blocks))
         self._cached: OrderedDict[BlockId, None] = OrderedDict()  # oldest first
         self._copies_of: dict[BlockHash, list[BlockId]] = {}
@@ -124,8 +110,7 @@ class BlockAllocator:
     def hit_tokens(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> int:
         """The prefix hit an allocation would get now."""
         hit = self._match(prompt_tokens, hashes)
-        partial = hit.partial.num_tokens if hit.partial else 0
-        return len(hit.blocks) * self.block_tokens + partial
+        return len(hit.blocks) * self.block_tokens + hit.source_tokens
 
     def allocate(
         self, prompt_tokens: int, hashes: Sequence[BlockHash], *, reserve_tokens: int = 0
@@ -138,24 +123,22 @@ class BlockAllocator:
         num_blocks = self.blocks_for(prompt_tokens + reserve_tokens)
         hit = self._match(prompt_tokens, hashes)
         num_new = num_blocks - len(hit.blocks)
-        pinned = [hit.partial.source] if hit.partial else []
+        pinned = [hit.source] if hit.source is not None else []
         if num_new > self._available_beside([*hit.blocks, *pinned]):
             # The pinned source may be the very block that is missing: do without it.
-            hit, pinned = _Hit(hit.blocks, None), []
+            hit, pinned = _Hit(hit.blocks), []
             if num_new > self._available_beside(hit.blocks):
                 return None
         for block in [*hit.blocks, *pinned]:
             self._reference(block)
         new_blocks = [self._hand_out() for _ in range(num_new)]
-        copies = [BlockCopy(p.source, new_blocks[0], p.num_tokens) for p in [hit.partial] if p]
         block_ids = [*hit.blocks, *new_blocks]
-        hit_tokens = len(hit.blocks) * self.block_tokens + sum(copy.num_tokens for copy in copies)
         allocation = Allocation(
             block_ids=block_ids,
             generations=[self._blocks[block].generation for block in block_ids],
-            hit_tokens=hit_tokens,
+            hit_tokens=len(hit.blocks) * self.block_tokens + hit.source_tokens,
             num_shared_blocks=len(hit.blocks),
-            copies=copies,
+            copies=[BlockCopy(source, new_blocks[0]) for source in pinned],
             hashes=list(hashes),
             num_published=len(hit.blocks) * self._ranks,
         )
@@ -247,17 +230,13 @@ class BlockAllocator:
         matched = 0
         while matched < limit and hashes[matched] in self._copies_of:
             matched += 1
-        if matched == limit < len(hashes) and hashes[matched] in self._copies_of:
-            matched += 1  # only proves the token after the last usable block
-        usable = min(limit, max(0, matched - self._num_lookahead))
         # A hash stands for all before it: a block that holds it holds the block's beginning too.
-        whole, rest = divmod(usable, self._ranks)
+        whole, rest = divmod(matched, self._ranks)
         ends = range(self._ranks - 1, whole * self._ranks, self._ranks)
         blocks = [self._copies_of[hashes[end]][0] for end in ends]
         if rest == 0:
-            return _Hit(blocks, None)
-        source = self._copies_of[hashes[usable - 1]][0]
-        return _Hit(blocks, BlockCopy(source, source, rest * BLOCK_TOKENS))
+            return _Hit(blocks)
+        return _Hit(blocks, self._copies_of[hashes[matched - 1]][0], rest * BLOCK_TOKENS)
 
     def _available_beside(self, wanted: list[BlockId]) -> int:
         return self.num_free - len({block for block in wanted if block in self._cached})

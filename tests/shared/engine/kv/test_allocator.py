@@ -9,11 +9,11 @@ from shared.block_hash import BLOCK_TOKENS, BlockHash, block_hashes, namespace
 from shared.engine.kv.allocator import (
     Allocation,
     BlockAllocator,
-    BlockCopy,
     Cleared,
     Removed,
     Stored,
 )
+from shared.engine.step import BlockCopy
 
 NAMESPACE = namespace("model", "revision")
 
@@ -83,16 +83,6 @@ def test_room_reserved_for_the_answer_does_not_widen_the_hit() -> None:
     assert allocation is not None
     assert allocation.hit_tokens == 2 * BLOCK_TOKENS
     assert len(allocation.block_ids) == 5
-
-
-def test_rows_that_look_ahead_shorten_the_hit_by_one_block() -> None:
-    """A block's last MTP row was computed with the first token of a block that may differ now."""
-    allocator = BlockAllocator(10, num_lookahead_blocks=1)
-    store(allocator, "abc")
-
-    assert allocator.hit_tokens(1000, chain("abcd")) == 2 * BLOCK_TOKENS
-    assert allocator.hit_tokens(1000, chain("abx")) == BLOCK_TOKENS
-    assert allocator.hit_tokens(3 * BLOCK_TOKENS, chain("abc")) == 2 * BLOCK_TOKENS
 
 
 def test_a_full_pool_refuses_and_takes_nothing() -> None:
@@ -209,7 +199,7 @@ def test_a_hit_inside_an_effective_block_is_copied() -> None:
     shared, own = allocation.block_ids
     assert allocation.hit_tokens == 5 * BLOCK_TOKENS
     assert allocation.num_shared_blocks == 1
-    assert allocation.copies == [BlockCopy(allocation.copies[0].source, own, BLOCK_TOKENS)]
+    assert allocation.copies == [BlockCopy(allocation.copies[0].source, own)]
     assert allocation.copies[0].source not in (shared, own)
 
 
@@ -276,10 +266,9 @@ class AllocatorMachine(RuleBasedStateMachine):
     @initialize(
         ranks=st.sampled_from([1, 2, 4]),
         num_blocks=st.integers(4, 14),
-        lookahead=st.integers(0, 1),
     )
-    def start(self, ranks: int, num_blocks: int, lookahead: int) -> None:
-        self.allocator = BlockAllocator(num_blocks, ranks=ranks, num_lookahead_blocks=lookahead)
+    def start(self, ranks: int, num_blocks: int) -> None:
+        self.allocator = BlockAllocator(num_blocks, ranks=ranks)
         self.ranks = ranks
         self.live: list[tuple[Allocation, str]] = []
         self.prompts: set[str] = set()
@@ -306,7 +295,8 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert block not in generations, "owned twice"
             self.content[block] = []
         for copy in allocation.copies:
-            self.content[copy.target] = self.content[copy.source][: copy.num_tokens // BLOCK_TOKENS]
+            num_copied = allocation.hit_tokens // BLOCK_TOKENS % self.ranks
+            self.content[copy.target] = self.content[copy.source][:num_copied]
         assert all(generation > 0 for generation in allocation.generations)
         self.live.append((allocation, letters))
         self.prompts.add(letters)
@@ -317,7 +307,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             p for b in allocation.block_ids[: allocation.num_shared_blocks] for p in self.content[b]
         ]
         for copy in allocation.copies:
-            found += self.content[copy.source][: copy.num_tokens // BLOCK_TOKENS]
+            found += self.content[copy.source][: allocation.hit_tokens // BLOCK_TOKENS % self.ranks]
         assert found == prefixes[: allocation.hit_tokens // BLOCK_TOKENS]
 
     @precondition(lambda self: self.live)
