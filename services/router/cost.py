@@ -1,0 +1,121 @@
+"""What a request would cost at one worker: seconds, whether it fits now, and the figures behind it.
+
+Pure. Seconds make tokens, bytes and queues comparable; each figure stands in the decision's reason.
+"""
+
+from typing import NamedTuple
+
+from services.router.view import Hit, Rates, Worker
+from shared import farspan_pb2 as pb
+from shared.block_hash import BLOCK_TOKENS
+
+# A second of computing delays whoever comes next as much as the request itself. So own work counts
+# twice, and a burst with one prefix stays where the prefix is being computed.
+_OWN_WEIGHT = 2.0
+
+
+class Bid(NamedTuple):
+    """One worker's price for a request."""
+
+    worker: Worker
+    must_wait: bool  # its budgets are taken now
+    cost_s: float
+    hit_tokens: int
+    work_tokens: int  # prefill: tokens to compute
+    num_pages: int  # decode: pages to take
+    figures: str
+
+    @property
+    def rank(self) -> tuple[bool, float, str]:
+        """Lower is better; worker ids break ties, so the choice does not depend on any order."""
+        return self.must_wait, self.cost_s, self.worker.key.worker_id
+
+
+def prefill_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates: Rates) -> Bid:
+    """Time until the prompt is computed, own work counted twice."""
+    load, prompt_tokens = worker.heartbeat.load, request.num_prompt_tokens
+    # The last token is computed in any case: its logits give the first token.
+    hit_tokens = _hit_tokens(hit, prompt_tokens - 1)
+    own_tokens = prompt_tokens - hit_tokens
+    tokens_per_s = load.tokens_per_s or rates.prefill_tokens_per_s
+    queued_tokens = load.waiting_tokens + worker.promised.prefill_tokens
+    queue_s = queued_tokens / tokens_per_s
+    own_s = own_tokens / tokens_per_s
+    if hit is not None and hit.tier == pb.TIER_HOST:
+        own_s += hit_tokens * worker.kv_bytes_per_token / rates.host_load_bytes_per_s
+    block_tokens = BLOCK_TOKENS * max(1, worker.heartbeat.layout.dcp_size)
+    num_blocks = _ceil(prompt_tokens, block_tokens) - hit_tokens // block_tokens
+    return Bid(
+        worker,
+        must_wait=num_blocks > load.free_blocks,
+        cost_s=queue_s + _OWN_WEIGHT * own_s,
+        hit_tokens=hit_tokens,
+        work_tokens=own_tokens,
+        num_pages=0,
+        figures=f"queue {queue_s:.3f} s, own {own_s:.3f} s, hit {hit_tokens} tokens",
+    )
+
+
+def decode_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates: Rates) -> Bid:
+    """Time until the missing KV has arrived, plus the worker's pressure expressed in seconds."""
+    load = worker.heartbeat.load
+    hit_tokens = _hit_tokens(hit, request.num_prompt_tokens)
+    missing_tokens = request.num_prompt_tokens - hit_tokens
+    link_s = worker.kv_bytes_per_token / rates.link_bytes_per_s
+    import_s = (load.waiting_tokens + missing_tokens) * link_s
+    num_pages = num_decode_pages(request) - hit_tokens // BLOCK_TOKENS
+    host = _fullness(load.free_blocks, load.total_blocks, worker.promised.num_pages, num_pages)
+    index = _fullness(
+        load.free_index_pages, load.total_index_pages, worker.promised.num_pages, num_pages
+    )
+    # How many device pages a request needs depends on the worker's residency: one must be free.
+    device = _fullness(load.free_device_pages, load.total_device_pages, 0, 1)
+    num_requests = max(load.num_running + load.num_waiting, worker.promised.num_requests)
+    max_concurrent = max(1, worker.heartbeat.limits.max_concurrent)
+    fullness = max(host, index, device)
+    pressure_s = rates.pressure_s * (min(1.0, fullness) + num_requests / max_concurrent)
+    return Bid(
+        worker,
+        must_wait=fullness > 1.0 or num_requests >= max_concurrent,
+        cost_s=import_s + pressure_s,
+        hit_tokens=hit_tokens,
+        work_tokens=0,
+        num_pages=num_pages,
+        figures=f"import {import_s:.3f} s, pressure {pressure_s:.3f} s, hit {hit_tokens} tokens",
+    )
+
+
+def num_decode_pages(request: pb.PlaceRequest) -> int:
+    """Host and index pages for the prompt and the longest answer."""
+    return _ceil(request.num_prompt_tokens + request.max_new_tokens, BLOCK_TOKENS)
+
+
+def num_waiting(worker: Worker) -> int:
+    """Requests that queue at a worker, those it has not told of yet included."""
+    load = worker.heartbeat.load
+    if worker.heartbeat.role == pb.ROLE_PREFILL:
+        return load.num_waiting + worker.promised.num_new
+    max_concurrent = worker.heartbeat.limits.max_concurrent
+    return max(load.num_waiting, worker.promised.num_requests - max_concurrent)
+
+
+def _hit_tokens(hit: Hit | None, max_tokens: int) -> int:
+    """Whole blocks only."""
+    if hit is None:
+        return 0
+    return min(hit.num_blocks, max_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+def _fullness(num_free: int, num_total: int, num_promised: int, num_needed: int) -> float:
+    """The share of a pool that is taken with this request; above 1 it does not fit.
+
+    A worker's own count knows other routers' requests, our promises know those on the way; the
+    larger one is nearer the truth, and their sum would count most requests twice.
+    """
+    if num_total == 0:
+        return 0.0 if num_needed == 0 else 2.0
+    return (max(num_total - num_free, num_promised) + num_needed) / num_total
+
+
+def _ceil(count: int, unit: int) -> int:
+    return -(-count // unit)

@@ -1,0 +1,241 @@
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from services.local.servers import free_port
+from services.router import app
+from services.router.app import Router
+from services.router.config import RouterConfig
+from shared import bus, prefix_rpc, subjects, telemetry
+from shared import farspan_pb2 as pb
+from shared.bus import Bus
+from shared.errors import WorkerLost
+from tests.services.router.fleets import chain, heartbeat, load, request
+
+DEADLINE_S = 60
+
+
+@pytest.fixture
+async def link(nats_url: str) -> AsyncIterator[Bus]:
+    async with bus.connect(nats_url, "test") as link:
+        yield link
+
+
+@pytest.fixture
+def config(nats_url: str) -> RouterConfig:
+    return RouterConfig(nats_url=nats_url, kv_index_address=f"127.0.0.1:{free_port()}")
+
+
+@asynccontextmanager
+async def index_of(config: RouterConfig, *hits: pb.PrefixHit) -> AsyncIterator[list[bytes]]:
+    """A kv_index that always finds the same; yields what it was asked."""
+    asked: list[bytes] = []
+
+    def answer(query: pb.PrefixQuery) -> pb.PrefixHits:
+        with telemetry.span("kv_index.longest_prefix"):
+            asked.append(query.block_hashes)
+        return pb.PrefixHits(hits=hits)
+
+    async with prefix_rpc.serve(config.kv_index_address, answer):
+        yield asked
+
+
+def hit(worker_id: str, num_blocks: int) -> pb.PrefixHit:
+    worker = pb.WorkerRef(worker_id=worker_id, epoch=1)
+    return pb.PrefixHit(worker=worker, tier=pb.TIER_DEVICE, num_blocks=num_blocks)
+
+
+@asynccontextmanager
+async def routing(
+    config: RouterConfig, link: Bus, beats: Iterable[pb.Heartbeat]
+) -> AsyncIterator[Router]:
+    """A router that has heard these heartbeats."""
+    async with app.serve(config) as router:
+        expected = 0
+        for beat in beats:
+            await link.publish(subjects.HEARTBEAT, beat)
+            expected += 1
+        async with asyncio.timeout(5):
+            while router.details()["workers"] < expected:  # noqa: ASYNC110  # no event to wait for
+                await asyncio.sleep(0.005)
+        yield router
+
+
+def fleet() -> list[pb.Heartbeat]:
+    return [
+        heartbeat("p0", pb.ROLE_PREFILL, load=load(waiting_tokens=300)),
+        heartbeat("p1", pb.ROLE_PREFILL),
+        heartbeat("d0", pb.ROLE_DECODE),
+    ]
+
+
+def placing(num_tokens: int = 1000, **values: object) -> pb.PlaceRequest:
+    deadline_unix_ms = int((time.time() + DEADLINE_S) * 1000)
+    request_id = uuid.uuid4().hex
+    return request(
+        num_tokens,
+        request_id=request_id,
+        deadline_unix_ms=deadline_unix_ms,
+        **values,  # type: ignore[arg-type]
+    )
+
+
+async def place(link: Bus, wanted: pb.PlaceRequest) -> pb.PlaceReply:
+    return await link.request(subjects.PLACE, wanted, timeout_s=5)
+
+
+async def test_a_request_goes_where_its_prefix_is(config: RouterConfig, link: Bus) -> None:
+    """The whole way: heartbeats in, hits from kv_index, placement out."""
+    async with index_of(config, hit("p0", 15)) as asked, routing(config, link, fleet()):
+        reply = await place(link, placing())
+
+    assert reply.placement.prefill == pb.WorkerRef(worker_id="p0", epoch=1)
+    assert reply.placement.decode == pb.WorkerRef(worker_id="d0", epoch=1)
+    assert reply.placement.prefill_hit_tokens == 960
+    assert "hit 960 tokens" in reply.placement.reason
+    assert asked == [chain(15)]
+
+
+async def test_without_kv_index_load_alone_decides_and_the_figures_say_so(
+    config: RouterConfig, link: Bus
+) -> None:
+    """An index that is away costs hits, never a request (D8)."""
+    async with routing(config, link, fleet()) as router:
+        reply = await place(link, placing())
+        assert reply.placement.prefill.worker_id == "p1"
+        assert router.details()["placed_without_index"] == 1
+        assert "kv_index is away" in router.state()[1]
+
+        async with index_of(config, hit("p0", 15)):
+            async with asyncio.timeout(5):
+                while router.state() != (True, "ready"):
+                    await place(link, placing())
+            reply = await place(link, placing())
+            assert reply.placement.prefill_hit_tokens == 960
+
+
+async def test_a_silent_kv_index_costs_at_most_its_time_limit(
+    config: RouterConfig, link: Bus
+) -> None:
+    """It accepts the connection and never answers (D16)."""
+    host, port = config.kv_index_address.split(":")
+    with socket.create_server((host, int(port))):
+        async with routing(config, link, fleet()):
+            begun_s = time.monotonic()
+            reply = await place(link, placing())
+
+    assert reply.HasField("placement")
+    assert time.monotonic() - begun_s < 1.0
+
+
+async def test_a_burst_is_promised_before_any_heartbeat_tells(
+    config: RouterConfig, link: Bus
+) -> None:
+    """32 equal prompts at once end at two prefill workers at most (C8)."""
+    beats = [heartbeat(f"p{i}", pb.ROLE_PREFILL) for i in range(6)]
+    beats += [heartbeat("d0", pb.ROLE_DECODE), heartbeat("d1", pb.ROLE_DECODE)]
+    async with index_of(config), routing(config, link, beats) as router:
+        wanted = [placing(8000) for _ in range(32)]
+        replies = await asyncio.gather(*(place(link, each) for each in wanted))
+        assert router.details()["open_promises"] == 32
+
+        for each in wanted:
+            ended = pb.PlacementEnded(request_id=each.request_id)
+            await link.publish(subjects.PLACEMENT_ENDED, ended)
+        async with asyncio.timeout(5):
+            while router.details()["open_promises"]:  # noqa: ASYNC110  # no event to wait for
+                await asyncio.sleep(0.005)
+
+    assert len({reply.placement.prefill.worker_id for reply in replies}) <= 2
+    assert len({reply.placement.decode.worker_id for reply in replies}) == 2
+
+
+async def test_refusals_are_answers(config: RouterConfig, link: Bus) -> None:
+    """Each has its kind: the gateway maps it to a status."""
+    small = pb.Limits(max_sequence_tokens=5000, max_concurrent=8)
+    beats = [heartbeat("p0", pb.ROLE_PREFILL), heartbeat("d0", pb.ROLE_DECODE, limits=small)]
+    late, unhashed = placing(), placing(hashes=b"")
+    late.deadline_unix_ms = int(time.time() * 1000) - 1
+
+    async with index_of(config), routing(config, link, beats):
+        kinds = [
+            (await place(link, wanted)).failure.kind
+            for wanted in (placing(6000), late, unhashed, pb.PlaceRequest(), placing())
+        ]
+        await link.publish(
+            subjects.HEARTBEAT,
+            heartbeat("p0", pb.ROLE_PREFILL, state=pb.SERVICE_STATE_DRAINING),
+        )
+        await asyncio.sleep(0.05)
+        drained = await place(link, placing())
+
+    assert kinds == [
+        pb.FAILURE_KIND_TOO_LONG,
+        pb.FAILURE_KIND_DEADLINE,
+        pb.FAILURE_KIND_BAD_REQUEST,
+        pb.FAILURE_KIND_BAD_REQUEST,
+        pb.FAILURE_KIND_UNSPECIFIED,
+    ]
+    assert drained.failure.kind == pb.FAILURE_KIND_OVERLOADED
+    assert drained.failure.retry_after_ms > 0
+
+
+async def test_a_placement_is_one_tree_of_spans(
+    config: RouterConfig, link: Bus, tmp_path: Path
+) -> None:
+    """gateway -> router.place -> index.lookup -> kv_index, with the figures as attributes."""
+    spans = tmp_path / "spans"
+    with telemetry.configure("test", trace_file=spans):
+        async with index_of(config, hit("p0", 15)), routing(config, link, fleet()):
+            with telemetry.span("gateway"):
+                await place(link, placing())
+
+    by_name = {line["name"]: line for line in map(json.loads, spans.read_text().splitlines())}
+    path = ["gateway", "router.place", "index.lookup", "kv_index.longest_prefix"]
+    for parent, child in pairwise(path):
+        assert by_name[child]["parent_id"] == by_name[parent]["span_id"]
+    assert by_name["index.lookup"]["attributes"]["hit_blocks"] == 15
+    assert "hit 960 tokens" in by_name["router.place"]["attributes"]["reason"]
+
+
+async def test_two_routers_share_the_requests(config: RouterConfig, link: Bus) -> None:
+    """A queue group: each request has one answer, and one router may go at any time."""
+    async with routing(config, link, fleet()) as first:
+        async with routing(config, link, fleet()) as second:
+            for _ in range(40):
+                assert (await place(link, placing())).HasField("placement")
+            counts = first.details()["placed"], second.details()["placed"]
+            assert sum(counts) == 40 and min(counts) > 0
+        assert (await place(link, placing())).HasField("placement")
+    with pytest.raises(WorkerLost):
+        await place(link, placing())
+
+
+def test_the_process_does_not_start_without_nats() -> None:
+    """One line that names what is missing and where it was expected, and exit code 2."""
+    address = f"127.0.0.1:{free_port()}"
+    settings = {"ROUTER_NATS_URL": f"nats://{address}", "ROUTER_KV_INDEX_ADDRESS": "127.0.0.1:1"}
+
+    ended = subprocess.run(
+        [sys.executable, "-m", "services.router"],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+    assert ended.returncode == 2
+    assert "NATS" in ended.stderr.splitlines()[-1] and address in ended.stderr
+    assert "Traceback" not in ended.stderr

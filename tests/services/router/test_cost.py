@@ -1,0 +1,78 @@
+import pytest
+
+from services.router import cost
+from services.router.view import Hit, Promised, Rates
+from shared import farspan_pb2 as pb
+from tests.services.router.fleets import decode, load, prefill, request
+
+RATES = Rates(
+    prefill_tokens_per_s=1000, link_bytes_per_s=54_728_000, host_load_bytes_per_s=54_728e3
+)
+
+
+def test_prefill_costs_the_queue_and_its_own_work_twice() -> None:
+    """Own work also delays whoever comes next."""
+    busy = prefill("p0", Promised(prefill_tokens=500), load=load(waiting_tokens=1500))
+
+    bid = cost.prefill_bid(request(1000), busy, Hit(5, pb.TIER_DEVICE), RATES)
+
+    assert bid.work_tokens == 680
+    assert bid.cost_s == pytest.approx(2000 / 10_000 + 2 * 680 / 10_000)
+
+
+def test_an_unmeasured_worker_is_taken_for_an_average_one() -> None:
+    """0 tokens a second means not known, not never."""
+    bid = cost.prefill_bid(request(1000), prefill("p0", load=load(tokens_per_s=0)), None, RATES)
+
+    assert bid.cost_s == pytest.approx(2.0)
+
+
+def test_a_host_hit_costs_its_loading() -> None:
+    """54,728 bytes a token, as computed from the real model's layout."""
+    bid = cost.prefill_bid(request(1000), prefill("p0"), Hit(5, pb.TIER_HOST), RATES)
+
+    assert bid.cost_s == pytest.approx(2 * (680 / 10_000 + 320 / 1000))
+
+
+def test_decode_costs_its_imports_and_its_pressure() -> None:
+    """Queued imports share the link; the fullest pool and the batch make the pressure."""
+    worker = decode(
+        "d0", load=load(num_running=8, waiting_tokens=1000, free_blocks=5000, total_blocks=10_000)
+    )
+
+    bid = cost.decode_bid(request(900, 124), worker, Hit(4, pb.TIER_DEVICE), RATES)
+
+    assert bid.num_pages == 12
+    assert bid.cost_s == pytest.approx((1000 + 644) / 1000 + (5000 + 12) / 10_000 + 8 / 32)
+    assert not bid.must_wait
+
+
+def test_promises_and_reports_are_not_added_up() -> None:
+    """Most promised requests are in the report already; the larger figure is nearer the truth."""
+    tight = load(free_blocks=30, total_blocks=100, num_running=3)
+
+    def bid(num_pages: int) -> cost.Bid:
+        promised = Promised(num_requests=3, num_pages=num_pages)
+        return cost.decode_bid(request(900, 124), decode("d0", promised, load=tight), None, RATES)
+
+    assert not bid(70).must_wait
+    assert not bid(84).must_wait, "16 pages are left, exactly what is needed"
+    assert bid(85).must_wait
+
+
+def test_a_prefill_pool_without_room_makes_the_request_wait() -> None:
+    """An effective block covers a block on each rank; a hit needs no new ones."""
+    sharded = prefill("p0", load=load(free_blocks=3))
+    sharded.heartbeat.layout.dcp_size = 4
+
+    assert cost.prefill_bid(request(1000), sharded, None, RATES).must_wait
+    assert not cost.prefill_bid(request(1000), sharded, Hit(4, pb.TIER_DEVICE), RATES).must_wait
+
+
+def test_the_queue_counts_requests_the_worker_has_not_told_of() -> None:
+    """A burst must not slip below the queue's bound."""
+    limits = pb.Limits(max_sequence_tokens=10**6, max_concurrent=4)
+    new = Promised(num_new=3, num_requests=9)
+
+    assert cost.num_waiting(prefill("p0", new, load=load(num_waiting=2))) == 5
+    assert cost.num_waiting(decode("d0", new, load=load(num_waiting=2), limits=limits)) == 5

@@ -1,0 +1,370 @@
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.router.fleet import Heard
+from services.router.policy import place
+from services.router.promises import Promises
+from services.router.view import Hit, Hits, Rates, Worker, WorkerKey
+from shared import farspan_pb2 as pb
+from shared.errors import FarspanError, Overloaded, TooLong
+from tests.services.router.fleets import LAYOUT, MODEL, chain, decode, load, prefill, request
+
+RATES = Rates()
+
+
+def chosen(
+    placing: pb.PlaceRequest, fleet: list[Worker], hits: Hits | None = None
+) -> tuple[str, str]:
+    placement = place(placing, fleet, hits or {}, RATES).placement
+    return placement.prefill.worker_id, placement.decode.worker_id
+
+
+def device_hit(worker_id: str, num_blocks: int) -> dict[WorkerKey, Hit]:
+    return {WorkerKey(worker_id, 1): Hit(num_blocks, pb.TIER_DEVICE)}
+
+
+def test_the_shorter_queue_wins_without_hits() -> None:
+    """On a miss load decides, nothing else (C7)."""
+    fleet = [
+        prefill("p0", load=load(waiting_tokens=50_000)),
+        prefill("p1"),
+        decode("d0", load=load(num_running=20)),
+        decode("d1"),
+    ]
+
+    assert chosen(request(), fleet) == ("p1", "d1")
+
+
+def test_a_hit_wins_over_a_small_queue_but_not_over_a_long_one() -> None:
+    """Waiting is worth exactly the computing it saves, for everyone."""
+    hits = device_hit("p0", 100)
+
+    def with_queue(waiting_tokens: int) -> list[Worker]:
+        busy = prefill("p0", load=load(waiting_tokens=waiting_tokens))
+        return [busy, prefill("p1"), decode("d0")]
+
+    assert chosen(request(6500), with_queue(5000), hits)[0] == "p0"
+    assert chosen(request(6500), with_queue(50_000), hits)[0] == "p1"
+
+
+def test_a_host_hit_is_worth_less_than_a_device_hit_and_more_than_none() -> None:
+    """Loading from the host tier takes time too."""
+    hits = {
+        WorkerKey("p1", 1): Hit(1000, pb.TIER_HOST),
+        WorkerKey("p2", 1): Hit(1000, pb.TIER_DEVICE),
+    }
+    fleet = [prefill("p0"), prefill("p1"), prefill("p2"), decode("d0")]
+
+    assert chosen(request(64_100), fleet, hits)[0] == "p2"
+    assert chosen(request(64_100), fleet[:2] + fleet[3:], hits)[0] == "p1"
+
+
+def test_decode_goes_where_the_fewest_bytes_are_missing() -> None:
+    """A delta handoff moves only what decode does not hold; for long prompts that is most of it."""
+    fleet = [prefill("p0"), decode("d0"), decode("d1", load=load(num_running=4))]
+
+    assert chosen(request(500_000), fleet)[1] == "d0"
+    assert chosen(request(500_000), fleet, device_hit("d1", 7000))[1] == "d1"
+
+
+def test_ties_are_broken_by_the_worker_id_whatever_the_order() -> None:
+    """Two routers with the same view decide alike."""
+    fleet = [decode("d1"), prefill("p1"), prefill("p0"), decode("d0")]
+
+    assert chosen(request(), fleet) == chosen(request(), fleet[::-1]) == ("p0", "d0")
+
+
+def test_a_hit_of_a_past_life_counts_for_nothing() -> None:
+    """The index may be late; the blocks are gone (B1)."""
+    fleet = [prefill("p0"), prefill("p1", epoch=2), decode("d0")]
+
+    decision = place(request(), fleet, device_hit("p1", 15), RATES)
+
+    assert decision.placement.prefill.worker_id == "p0"
+    assert decision.placement.prefill_hit_tokens == 0
+
+
+def test_a_whole_hit_leaves_the_last_token_to_compute() -> None:
+    """Its logits give the first token of the answer."""
+    fleet = [prefill("p0"), decode("d0")]
+    hits = device_hit("p0", 2) | device_hit("d0", 2)
+
+    decision = place(request(128), fleet, hits, RATES)
+
+    assert decision.placement.prefill_hit_tokens == 64
+    assert decision.prefill_tokens == 64
+    assert decision.placement.decode_hit_tokens == 128
+    assert decision.decode_pages == 2, "128 + 100 tokens are 4 pages, 2 of them are there"
+
+
+def test_a_long_request_goes_to_the_worker_that_can_hold_it() -> None:
+    """Limits are the worker's own word for what it could ever hold."""
+    small = pb.Limits(max_sequence_tokens=1000, max_concurrent=32)
+    fleet = [
+        prefill("p0", limits=small),
+        prefill("p1", load=load(waiting_tokens=10**6)),
+        decode("d0", limits=small),
+        decode("d1", load=load(num_running=30)),
+    ]
+
+    assert chosen(request(999, 1), fleet) == ("p0", "d0")
+    assert chosen(request(1001, 1), fleet) == ("p1", "d1")
+
+
+def test_a_request_that_fits_nowhere_ever_is_too_long() -> None:
+    """Told at once and never retried; the figures say what would fit (D4)."""
+    small = pb.Limits(max_sequence_tokens=1000, max_concurrent=32)
+    fleet = [prefill("p0"), decode("d0", limits=small)]
+
+    with pytest.raises(TooLong, match="1001 tokens are more than the 1000 of any decode worker"):
+        place(request(901, 100), fleet, {}, RATES)
+
+
+def test_a_worker_that_has_not_told_its_limit_yet_makes_never_unsure() -> None:
+    """It is starting: the request may fit in a moment."""
+    small = pb.Limits(max_sequence_tokens=10, max_concurrent=32)
+    starting = decode("d1", state=pb.SERVICE_STATE_STARTING, limits=pb.Limits(max_concurrent=1))
+
+    with pytest.raises(Overloaded):
+        place(request(), [prefill("p0"), decode("d0", limits=small), starting], {}, RATES)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "message"),
+    [
+        pytest.param([], "no prefill worker serves", id="nobody"),
+        pytest.param([prefill("p0")], "no decode worker serves", id="no-decode"),
+        pytest.param(
+            [prefill("p0", state=pb.SERVICE_STATE_DRAINING), decode("d0")],
+            "no prefill worker that could hold 1000 tokens is ready",
+            id="draining",
+        ),
+        pytest.param(
+            [prefill("p0"), decode("d0", model="other")], "no decode worker serves", id="model"
+        ),
+        pytest.param(
+            [prefill("p0"), decode("d0", layout=pb.KvLayout(kv_format="fp32", block_tokens=64))],
+            "agree on model weights and KV format",
+            id="layout",
+        ),
+        pytest.param(
+            [prefill("p0"), decode("d0", load=load(num_waiting=RATES.max_waiting))],
+            "the queue of every decode worker is full",
+            id="queue",
+        ),
+    ],
+)
+def test_what_cannot_be_placed_now_is_overload_with_a_reason(
+    fleet: list[Worker], message: str
+) -> None:
+    """The gateway retries these, and tells the client if it gives up."""
+    with pytest.raises(Overloaded, match=message):
+        place(request(), fleet, {}, RATES)
+
+
+def test_excluded_workers_are_not_chosen_again_until_they_restart() -> None:
+    """They have lost this request; a new life has not."""
+    fleet = [prefill("p0"), prefill("p1", load=load(waiting_tokens=10**6)), decode("d0")]
+    lost = pb.WorkerRef(worker_id="p0", epoch=1)
+
+    assert chosen(request(excluded=[lost]), fleet)[0] == "p1"
+    reborn = [prefill("p0", epoch=2), *fleet[1:]]
+    assert chosen(request(excluded=[lost]), reborn)[0] == "p0"
+
+
+def test_layouts_that_differ_in_ranks_and_interleave_fit_together() -> None:
+    """Re-layout is decode's work on import; weights and format must be equal."""
+    sharded = pb.KvLayout()
+    sharded.CopyFrom(LAYOUT)
+    sharded.dcp_size, sharded.interleave = 8, 64
+
+    assert chosen(request(), [prefill("p0", layout=sharded), decode("d0")]) == ("p0", "d0")
+
+
+@pytest.mark.parametrize("pool", ["free_blocks", "free_index_pages", "free_device_pages"])
+def test_a_full_pool_sends_the_request_elsewhere_and_queues_it_when_all_are_full(
+    pool: str,
+) -> None:
+    """Each of decode's budgets counts; a full fleet queues instead of refusing (E1, E2)."""
+    full = load(**{pool: 0})
+    fleet = [prefill("p0"), decode("d0", load=full), decode("d1", load=load(num_running=31))]
+
+    assert chosen(request(), fleet)[1] == "d1"
+    queued = place(request(), [prefill("p0"), decode("d0", load=full)], {}, RATES).placement
+    assert queued.decode.worker_id == "d0"
+    assert "must wait" in queued.reason
+
+
+def test_the_reason_tells_the_figures_that_decided() -> None:
+    """A slow first token must be explainable afterwards."""
+    fleet = [prefill("p0", load=load(waiting_tokens=5000)), decode("d0")]
+
+    reason = place(request(1000), fleet, device_hit("p0", 10), RATES).placement.reason
+
+    assert "prefill p0" in reason and "queue 0.500 s" in reason and "hit 640 tokens" in reason
+    assert "decode d0" in reason and "pressure" in reason
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@given(st.integers(2_000, 200_000), st.integers(2, 8), st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None)
+def test_a_burst_with_one_prefix_goes_together(
+    prefix_tokens: int, num_workers: int, rng: random.Random
+) -> None:
+    """32 arrivals before any event or heartbeat: at most two prefill workers compute the prefix.
+
+    Tails are up to 1/32 of the prefix; were they as long as it, spreading would be right (C8).
+    """
+    clock = Clock()
+    promises = Promises(clock)
+    fleet = [prefill(f"p{i}") for i in range(num_workers)] + [decode("d0"), decode("d1")]
+    heard = [Heard(worker.heartbeat, clock()) for worker in fleet]
+    used = set()
+    for i in range(32):
+        clock.now_s += 0.0003
+        tail_tokens = rng.randrange(1, prefix_tokens // 32 + 2)
+        num_blocks = (prefix_tokens + tail_tokens) // 64
+        shared_blocks = min(prefix_tokens // 64, num_blocks)
+        hashes = chain(shared_blocks) + chain(num_blocks - shared_blocks, first=10**6 * (i + 1))
+        placing = request(prefix_tokens + tail_tokens, request_id=str(i), hashes=hashes)
+        hits = promises.prefixes_on_the_way(placing.block_hashes)
+        decision = place(placing, promises.applied(heard), hits, RATES)
+        promises.make(placing, decision, 600)
+        used.add(decision.placement.prefill.worker_id)
+
+    assert len(used) <= 2
+
+
+def test_a_burst_without_a_common_prefix_is_spread() -> None:
+    """Promises count at once: nobody piles 8 prompts on the worker that was idle a moment ago."""
+    clock = Clock()
+    promises = Promises(clock)
+    heard = [Heard(worker.heartbeat, clock()) for worker in [prefill(f"p{i}") for i in range(4)]]
+    heard += [Heard(decode(f"d{i}").heartbeat, clock()) for i in range(4)]
+    placed: list[tuple[str, str]] = []
+    for i in range(8):
+        placing = request(request_id=str(i), hashes=chain(15, first=1000 * (i + 1)))
+        hits = promises.prefixes_on_the_way(placing.block_hashes)
+        decision = place(placing, promises.applied(heard), hits, RATES)
+        promises.make(placing, decision, 600)
+        worker_ids = (decision.placement.prefill.worker_id, decision.placement.decode.worker_id)
+        placed.append(worker_ids)
+
+    for role in (0, 1):
+        counts = [
+            sum(ids[role] == name for ids in placed) for name in {ids[role] for ids in placed}
+        ]
+        assert counts == [2, 2, 2, 2]
+
+
+LIMITS = st.builds(
+    pb.Limits,
+    max_sequence_tokens=st.sampled_from([0, 1000, 10_000, 1_048_576]),
+    max_concurrent=st.integers(0, 4),
+)
+LOADS = st.builds(
+    pb.Load,
+    num_running=st.integers(0, 5),
+    num_waiting=st.sampled_from([0, 1, 255, 256]),
+    waiting_tokens=st.integers(0, 10**6),
+    free_blocks=st.integers(0, 300),
+    total_blocks=st.just(300),
+    free_device_pages=st.integers(0, 2),
+    total_device_pages=st.just(2),
+    free_index_pages=st.integers(0, 300),
+    total_index_pages=st.sampled_from([0, 300]),
+    tokens_per_s=st.sampled_from([0.0, 100.0, 20_000.0]),
+)
+WORKERS = st.builds(
+    lambda name, role, epoch, state, limits, numbers, kv_format: (prefill if role else decode)(
+        f"{'p' if role else 'd'}{name}",
+        epoch=epoch,
+        state=state,
+        limits=limits,
+        load=numbers,
+        layout=pb.KvLayout(kv_format=kv_format, block_tokens=64, num_mla_layers=1, row_bytes=656),
+    ),
+    st.integers(0, 5),
+    st.booleans(),
+    st.integers(1, 2),
+    st.sampled_from(
+        [
+            pb.SERVICE_STATE_READY,
+            pb.SERVICE_STATE_READY,
+            pb.SERVICE_STATE_STARTING,
+            pb.SERVICE_STATE_DRAINING,
+        ]
+    ),
+    LIMITS,
+    LOADS,
+    st.sampled_from(["fp32", "fp8_ds_mla"]),
+)
+FLEETS = st.lists(WORKERS, max_size=10, unique_by=lambda worker: worker.key.worker_id)
+REQUESTS = st.builds(
+    request,
+    st.integers(1, 12_000),
+    st.integers(1, 1000),
+    excluded=st.lists(
+        st.builds(pb.WorkerRef, worker_id=st.sampled_from(["p0", "d0"]), epoch=st.just(1))
+    ),
+)
+HITS = st.dictionaries(
+    st.builds(WorkerKey, st.sampled_from(["p0", "p1", "d0", "d1"]), st.integers(1, 2)),
+    st.builds(Hit, st.integers(1, 200), st.sampled_from([pb.TIER_DEVICE, pb.TIER_HOST])),
+)
+
+
+def could_hold(worker: Worker, role: pb.Role, num_tokens: int, placing: pb.PlaceRequest) -> bool:
+    beat = worker.heartbeat
+    return (
+        beat.role == role
+        and beat.model == MODEL
+        and beat.state == pb.SERVICE_STATE_READY
+        and beat.limits.max_sequence_tokens >= num_tokens
+        and beat.worker not in placing.excluded
+    )
+
+
+@given(REQUESTS, FLEETS, HITS, st.randoms(use_true_random=False))
+@settings(max_examples=300, deadline=None)
+def test_whoever_is_chosen_can_hold_the_request_and_the_order_does_not_matter(
+    placing: pb.PlaceRequest, fleet: list[Worker], hits: Hits, rng: random.Random
+) -> None:
+    """And who could be chosen is: a refusal means that no pair was possible."""
+    prompt_tokens = placing.num_prompt_tokens
+    prefills = [w for w in fleet if could_hold(w, pb.ROLE_PREFILL, prompt_tokens, placing)]
+    num_tokens = prompt_tokens + placing.max_new_tokens
+    decodes = [w for w in fleet if could_hold(w, pb.ROLE_DECODE, num_tokens, placing)]
+    possible = [
+        (p, d)
+        for p in prefills
+        for d in decodes
+        if p.layout_key == d.layout_key
+        and max(p.heartbeat.load.num_waiting, d.heartbeat.load.num_waiting) < RATES.max_waiting
+    ]
+
+    try:
+        placement = place(placing, fleet, hits, RATES).placement
+    except FarspanError as error:
+        assert isinstance(error, TooLong | Overloaded)
+        assert not possible
+        return
+
+    chosen_pair = (placement.prefill, placement.decode)
+    assert chosen_pair in [(p.heartbeat.worker, d.heartbeat.worker) for p, d in possible]
+    assert placement.prefill_hit_tokens < prompt_tokens
+    assert placement.decode_hit_tokens <= prompt_tokens
+    shuffled = [replace(worker) for worker in fleet]
+    rng.shuffle(shuffled)
+    assert place(placing, shuffled, hits, RATES).placement == placement
