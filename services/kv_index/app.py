@@ -37,10 +37,11 @@ class KvIndex:
         self._mirror = mirror
         self._repairs: dict[Life, asyncio.Task[None]] = {}
         self._heard_s: dict[Life, float] = {}
+        self._summary = "starting"
 
     def state(self) -> tuple[bool, str]:
-        """Readiness and its reason, for the probe."""
-        reason = f"{len(self._index.sequences)} workers, {self._index.num_blocks} blocks"
+        """Readiness and its reason; called on the probe's thread, so it reads no growing dict."""
+        reason = self._summary
         if self._mirror.away_reason:
             reason += f"; Redis is away, serving from memory: {self._mirror.away_reason}"
         if not self._bus.is_connected:
@@ -83,6 +84,7 @@ class KvIndex:
         while True:
             now_s = time.monotonic()
             lives = set(self._index.sequences)
+            self._summary = f"{len(lives)} workers, {self._index.num_blocks} blocks"
             self._heard_s = {
                 life: self._heard_s.get(life, now_s) if self._bus.is_connected else now_s
                 for life in lives

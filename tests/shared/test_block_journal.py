@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.kv_index.events import snapshot_blocks
@@ -64,6 +64,7 @@ def test_another_life_is_not_answered_for() -> None:
 
 
 @given(STEPS, st.integers(1, 5), st.integers(0, 40))
+@settings(deadline=None)
 def test_any_replay_brings_an_index_up_to_date(
     steps: list[tuple[str, pb.Tier, list[BlockHash]]], num_kept: int, num_seen: int
 ) -> None:

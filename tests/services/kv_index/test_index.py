@@ -2,7 +2,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.kv_index.events import (
@@ -297,6 +297,7 @@ def heal(model: Model, index: Index) -> None:
 
 
 @given(st.lists(STEPS, max_size=40))
+@settings(deadline=None)
 def test_the_index_equals_sets_of_hashes(steps: list[tuple[str, str, pb.Tier, int, int]]) -> None:
     """Whatever is stored, evicted, cleared, restarted, repeated, late or lost and replayed."""
     model, index = Model(), Index()
@@ -328,6 +329,7 @@ class CopiedIndex(Index):
 
 
 @given(st.lists(STEPS, max_size=40))
+@settings(deadline=None)
 def test_following_the_deltas_gives_the_same_blocks(
     steps: list[tuple[str, str, pb.Tier, int, int]],
 ) -> None:
