@@ -7,8 +7,10 @@ cached rows alone. This module is also the meaning of the GPU kernels to come.
 
 import torch
 
-_TILE_SCORES = 1 << 21  # fp32 scores held at once while choosing: 8 MiB stay in cache
-_TILE_ROWS = 1 << 14  # gathered rows held at once while attending
+# Tiles stay in the cores' caches and their buffers are reused: a fresh allocation per tile costs
+# more in page faults than the arithmetic (docs/LOG.md, 2026-11-30).
+_TILE_SCORES = 1 << 19  # fp32 per-head scores held at once while choosing
+_TILE_ROWS = 1 << 11  # gathered rows held at once while attending
 
 
 def select_positions(
@@ -23,13 +25,18 @@ def select_positions(
     num_queries, num_keys = query.shape[0], keys.shape[0]
     width = min(topk, num_keys)
     if num_keys - first <= topk:
-        return _all_positions(limits, first, num_keys)[:, :width]
+        return _pad(_all_positions(limits, first, num_keys), width)
     chosen = query.new_empty((num_queries, width), dtype=torch.int64)
     tile = max(1, _TILE_SCORES // (query.shape[1] * num_keys))
+    per_head = query.new_empty(min(tile, num_queries) * query.shape[1] * num_keys)
     for begin in range(0, num_queries, tile):
         part = slice(begin, begin + tile)
-        scores = index_scores(query[part], weights[part], keys)
-        chosen[part] = _top_allowed(scores, limits[part], first, width)
+        visible = int(limits[part].max()) + 1  # later keys are nobody's here
+        if visible - first <= topk:
+            chosen[part] = _pad(_all_positions(limits[part], first, visible), width)
+            continue
+        scores = index_scores(query[part], weights[part], keys[:visible], per_head)
+        chosen[part] = _pad(_top_allowed(scores, limits[part], first, min(width, visible)), width)
     return chosen
 
 
@@ -37,18 +44,23 @@ def index_scores(
     query: torch.Tensor,  # [n, heads, dim]
     weights: torch.Tensor,  # [n, heads]
     keys: torch.Tensor,  # [num_keys, dim]
+    buffer: torch.Tensor,  # [>= n * heads * num_keys] fp32, overwritten
 ) -> torch.Tensor:  # [n, num_keys] fp32
     """The lightning indexer's score of every key for every query."""
-    per_head = (query.flatten(0, 1) @ keys.T).relu_().unflatten(0, query.shape[:2])
-    return torch.bmm(weights.unsqueeze(1), per_head).squeeze(1)
+    num_rows = query.shape[0] * query.shape[1]
+    per_head = buffer[: num_rows * keys.shape[0]].view(num_rows, keys.shape[0])
+    torch.mm(query.flatten(0, 1), keys.T, out=per_head).relu_()
+    return torch.bmm(weights.unsqueeze(1), per_head.unflatten(0, query.shape[:2])).squeeze(1)
+
+
+def _pad(chosen: torch.Tensor, width: int) -> torch.Tensor:
+    missing = width - chosen.shape[1]
+    return torch.nn.functional.pad(chosen, (0, missing), value=-1)[:, :width]
 
 
 def _all_positions(limits: torch.Tensor, first: int, num_keys: int) -> torch.Tensor:
     positions = torch.arange(first, num_keys).expand(len(limits), -1)
-    allowed = positions <= limits[:, None]
-    filled = torch.where(allowed, positions, -1)
-    pad = filled.new_full((len(limits), first), -1)
-    return torch.cat((filled, pad), 1)
+    return torch.where(positions <= limits[:, None], positions, -1)
 
 
 def _top_allowed(
@@ -92,11 +104,15 @@ def sparse_attention(
     value.
     """
     out = query.new_empty((*query.shape[:2], value_dim))
-    tile = max(1, _TILE_ROWS // max(chosen.shape[1], 1))
+    width = chosen.shape[1]
+    tile = min(max(1, _TILE_ROWS // max(width, 1)), query.shape[0])
+    buffer = rows.new_empty((tile * width, rows.shape[1]))
     for begin in range(0, query.shape[0], tile):
         part = slice(begin, begin + tile)
         places = chosen[part]
-        gathered = rows[places.clamp_min(0).flatten()].unflatten(0, places.shape)
+        gathered = buffer[: places.numel()]
+        torch.index_select(rows, 0, places.clamp_min(0).flatten(), out=gathered)
+        gathered = gathered.unflatten(0, places.shape)
         out[part] = attend_gathered(query[part], gathered, places >= 0, value_dim, scale)
     return out
 

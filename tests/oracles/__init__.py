@@ -1,0 +1,1 @@
+"""Slow, independent implementations that fast code is compared with."""
