@@ -1,0 +1,248 @@
+"""The gateway's wiring: routes, probes, and everything that lives as long as the process.
+
+`serve` is the whole service as one context manager; leaving it drains the requests in flight.
+"""
+
+import asyncio
+import logging
+import re
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway.attempt import Line
+from services.gateway.config import GatewayConfig
+from services.gateway.exchange import Kitchen, chat_endpoint, completion_endpoint
+from services.gateway.failures import error_object
+from services.gateway.fleet import Fleet
+from services.gateway.mailroom import Mailroom
+from services.gateway.tokenizer import Tokenizer
+from shared import bus, lifecycle, subjects
+from shared import farspan_pb2 as pb
+from shared.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_WATCH_S = 0.25
+_STALL_S = 1.0  # a loop that stood still this long has unread heartbeats: silence proves nothing
+_KEEP_ALIVE_S = (
+    900  # longer than a client's pool keeps a connection, so that the client closes first
+)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Readiness:
+    """Whether requests can be served; written by the event loop, read by the probe's thread too."""
+
+    def __init__(self) -> None:
+        self.state: tuple[bool, str] = (False, "starting")
+
+    def read(self) -> tuple[bool, str]:
+        """Ready or not, and why."""
+        return self.state
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A running gateway."""
+
+    port: int
+    health_port: int
+    readiness: Readiness
+
+
+@asynccontextmanager
+async def serve(config: GatewayConfig) -> AsyncIterator[Serving]:
+    """The gateway, listening inside the block. Raises ConfigError for what is missing."""
+    tokenizer = await asyncio.to_thread(Tokenizer, config.checkpoint)
+    fleet = Fleet(config.model_name, config.heartbeat_timeout_s)
+    readiness = Readiness()
+    async with bus.connect(config.nats_url, f"gateway {config.id}") as connection:
+        mailroom = Mailroom(connection)
+        line = Line(connection, mailroom, fleet, config.id, config.model_name)
+        app = build_app(Kitchen(config, tokenizer, line), readiness)
+        async with (
+            mailroom.open(config.id),
+            connection.listen(subjects.HEARTBEAT, _hearing(line)),
+            _watching(line, readiness),
+            lifecycle.health(config.host, config.health_port, readiness.read) as health_port,
+            _listening(app, config) as port,
+        ):
+            try:
+                yield Serving(port, health_port, readiness)
+            finally:
+                readiness.state = (False, "draining")
+
+
+def build_app(kitchen: Kitchen, readiness: Readiness) -> FastAPI:
+    """All routes. Whatever is answered is JSON, errors included."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.add_middleware(RequestIds)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _internal_error)
+    app.router.routes += [
+        Route("/v1/chat/completions", chat_endpoint(kitchen), methods=["POST"]),
+        Route("/v1/completions", completion_endpoint(kitchen), methods=["POST"]),
+    ]
+    _add_models(app, kitchen)
+
+    async def livez() -> dict[str, str]:
+        return {"status": "alive"}
+
+    async def readyz() -> JSONResponse:
+        is_ready, reason = readiness.read()
+        return JSONResponse({"ready": is_ready, "reason": reason}, 200 if is_ready else 503)
+
+    app.add_api_route("/livez", livez)
+    app.add_api_route("/readyz", readyz)
+    app.add_api_route("/health", readyz)
+    return app
+
+
+def _add_models(app: FastAPI, kitchen: Kitchen) -> None:
+    created = int(time.time())
+
+    def model_object() -> dict[str, str | int]:
+        limit = kitchen.tokenizer.checkpoint.max_context_tokens
+        held = kitchen.line.fleet.capacity(kitchen.line.clock()).max_sequence_tokens
+        return {
+            "id": kitchen.config.model_name,
+            "object": "model",
+            "created": created,
+            "owned_by": "farspan",
+            "max_model_len": min(limit, held) if held else limit,
+        }
+
+    async def models() -> dict[str, object]:
+        return {"object": "list", "data": [model_object()]}
+
+    async def model(name: str) -> JSONResponse:
+        if name == kitchen.config.model_name:
+            return JSONResponse(model_object())
+        body = error_object(
+            f"the model {name!r} does not exist", param="model", code="model_not_found"
+        )
+        return JSONResponse(body, 404)
+
+    app.add_api_route("/v1/models", models)
+    app.add_api_route("/v1/models/{name:path}", model)
+
+
+class RequestIds:
+    """Gives every response an x-request-id: the client's where harmless, else a fresh one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection event."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+async def _http_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    phrase = HTTPStatus(error.status_code).phrase
+    body = error_object(str(error.detail), code=phrase.lower().replace(" ", "_"))
+    return JSONResponse(body, error.status_code, headers=error.headers)
+
+
+async def _internal_error(_: Request, error: Exception) -> JSONResponse:
+    logger.error("a request failed", exc_info=error)
+    return JSONResponse(
+        error_object("internal error", kind="server_error", code="internal_error"), 500
+    )
+
+
+def _hearing(line: Line) -> Callable[[pb.Heartbeat], Awaitable[None]]:
+    async def hear(heartbeat: pb.Heartbeat) -> None:
+        line.fleet.hear(heartbeat, line.clock())
+
+    return hear
+
+
+@asynccontextmanager
+async def _watching(line: Line, readiness: Readiness) -> AsyncIterator[None]:
+    """Inside the block readiness is kept true, and silence that proves nothing is forgiven."""
+
+    async def watch() -> None:
+        while True:
+            before_s = line.clock()
+            await asyncio.sleep(_WATCH_S)
+            now_s = line.clock()
+            if not line.bus.is_connected or now_s - before_s > _WATCH_S + _STALL_S:
+                line.fleet.forgive(now_s)
+            missing = (
+                line.fleet.missing(now_s) if line.bus.is_connected else "NATS is not connected"
+            )
+            readiness.state = (not missing, missing or "ready")
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the process's own decide when to stop."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone."""
+        yield
+
+
+@asynccontextmanager
+async def _listening(app: FastAPI, config: GatewayConfig) -> AsyncIterator[int]:
+    """Serve inside the block; yields the port. Leaving it finishes the requests in flight."""
+    try:
+        listener = socket.create_server((config.host, config.port), backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}"
+        ) from error
+    settings = uvicorn.Config(
+        app,
+        http="httptools",
+        # asyncio's sockets have TCP_NODELAY set: a token is not kept back for the next one.
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(config.drain_s),
+    )
+    server = _Server(settings)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await serving
+        listener.close()

@@ -1,0 +1,174 @@
+"""Turns a validated request into prompt tokens, sampling, and the stages of its text.
+
+Knows the checkpoint's defaults and the fleet's limits. A request that can never fit is refused
+here.
+"""
+
+import json
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.answer import Answer
+from services.gateway.failures import InvalidRequest
+from services.gateway.fleet import Capacity
+from services.gateway.glm import GlmParser, Parser, PlainParser
+from services.gateway.openai import ChatRequest, CompletionRequest, Message, Sampled
+from services.gateway.tokenizer import Tokenizer
+from shared import block_hash
+from shared import farspan_pb2 as pb
+
+TOO_LONG = "context_length_exceeded"
+# Names a client's template options may not take.
+_TEMPLATE_OWN = {"messages", "tools", "add_generation_prompt"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt and its identity, in wire form."""
+
+    num_tokens: int
+    token_bytes: bytes
+    block_hashes: bytes
+    namespace: bytes
+
+
+@dataclass(frozen=True)
+class Intake:
+    """A request ready to be placed."""
+
+    prompt: Prompt
+    answer: Answer
+
+
+def take_in(
+    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, namespace: bytes
+) -> Intake:
+    """Tokens and text stages of a request. Heavy for long prompts: run it in a thread.
+
+    Raises BadRequest for what cannot become a prompt.
+    """
+    parser: Parser
+    if isinstance(request, ChatRequest):
+        text = tokenizer.render(_turns(request), _tools(request), _template_options(request))
+        token_ids = _encode(tokenizer, text, "messages")
+        schemas = {
+            tool.function.name: tool.function.parameters or {} for tool in request.offered_tools
+        }
+        parser = GlmParser(schemas, is_reasoning=text.rstrip().endswith("<think>"))
+    else:
+        token_ids = _completion_tokens(request, tokenizer)
+        parser = PlainParser()
+    data = block_hash.token_bytes(token_ids)
+    hashes = block_hash.pack(block_hash.block_hashes(namespace, data))
+    return Intake(
+        Prompt(len(token_ids), data, hashes, namespace),
+        Answer(tokenizer.detokenizer(), request.stops, parser),
+    )
+
+
+def sampling_params(
+    request: Sampled, tokenizer: Tokenizer, max_new_tokens: int
+) -> pb.SamplingParams:
+    """The client's sampling, with the checkpoint's defaults where it is silent."""
+    defaults = tokenizer.checkpoint
+    seed = secrets.randbits(63) if request.seed is None else request.seed % 2**64
+    top_k = defaults.top_k if request.top_k is None else request.top_k
+    return pb.SamplingParams(
+        temperature=defaults.temperature if request.temperature is None else request.temperature,
+        top_p=defaults.top_p if request.top_p is None else request.top_p,
+        top_k=max(0, top_k),
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=[] if request.ignore_eos else defaults.stop_token_ids,
+    )
+
+
+def fitting_max_new_tokens(
+    num_prompt_tokens: int,
+    asked: int | None,
+    default: int,
+    max_context_tokens: int,
+    capacity: Capacity,
+) -> int:
+    """How long the answer may be. Raises InvalidRequest when the request could never fit."""
+    limit = min(max_context_tokens, capacity.max_sequence_tokens)
+    largest = min(capacity.max_prompt_tokens, limit - 1)  # one token of room for an answer
+    if num_prompt_tokens > largest:
+        raise InvalidRequest(
+            f"the prompt has {num_prompt_tokens} tokens, the most that can be served is {largest}",
+            code=TOO_LONG,
+        )
+    room = limit - num_prompt_tokens
+    if asked is not None and asked > room:
+        raise InvalidRequest(
+            f"the prompt's {num_prompt_tokens} tokens and {asked} new ones are more than the"
+            f" {limit} that can be served",
+            param="max_tokens",
+            code=TOO_LONG,
+        )
+    return min(default, room) if asked is None else asked
+
+
+def _turns(request: ChatRequest) -> list[dict[str, Any]]:
+    """The messages as the template wants them: absent fields absent, call arguments as objects."""
+    return [_turn(message, place) for place, message in enumerate(request.messages)]
+
+
+def _turn(message: Message, place: int) -> dict[str, Any]:
+    turn = message.model_dump(exclude_none=True)
+    for call in turn.get("tool_calls", []):
+        arguments = call["function"]["arguments"]
+        call["function"]["arguments"] = _arguments(arguments, f"messages.{place}.tool_calls")
+    return turn
+
+
+def _arguments(text: str, where: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(
+            f"{where}: arguments must be a JSON object", param="messages", code="invalid_value"
+        )
+    return arguments
+
+
+def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
+    return [tool.model_dump(exclude_none=True) for tool in request.offered_tools] or None
+
+
+def _template_options(request: ChatRequest) -> dict[str, Any]:
+    options = dict(request.chat_template_kwargs or {})
+    taken = _TEMPLATE_OWN & options.keys()
+    if taken:
+        raise InvalidRequest(
+            f"chat_template_kwargs may not set {', '.join(sorted(taken))}",
+            param="chat_template_kwargs",
+        )
+    if request.reasoning_effort is not None:
+        options["reasoning_effort"] = request.reasoning_effort
+    return options
+
+
+def _completion_tokens(request: CompletionRequest, tokenizer: Tokenizer) -> list[int]:
+    if isinstance(request.prompt, str):
+        return _encode(tokenizer, request.prompt, "prompt")
+    token_ids = [token_id for token_id in request.prompt if isinstance(token_id, int)]
+    vocab_size = tokenizer.checkpoint.vocab_size
+    largest = max(token_ids)
+    if largest >= vocab_size:
+        raise InvalidRequest(
+            f"token id {largest} is not in the vocabulary of {vocab_size}",
+            param="prompt",
+            code="invalid_value",
+        )
+    return token_ids
+
+
+def _encode(tokenizer: Tokenizer, text: str, param: str) -> list[int]:
+    token_ids = tokenizer.encode(text)
+    if not token_ids:
+        raise InvalidRequest("the prompt is empty", param=param, code="invalid_value")
+    return token_ids
