@@ -108,6 +108,7 @@ class DevicePages:
         assert sorted([*self._free, *leased, *resident]) == list(range(self.num_pages))
         assert {int(b) for b in blocks if self._holders[b] == 0} == set(self._unheld)
         assert np.all(self._needed >= 0) and np.all(self._needed <= self._holders)
+        assert np.all(self.first_rows[:-1][self._needed > 0] >= 0), "a needed page was unpinned"
 
     def _resident(self, blocks: IntArray) -> IntArray:
         return blocks[self.first_rows[blocks] >= 0]
