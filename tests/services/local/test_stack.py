@@ -1,0 +1,135 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from services.local.plan import Options
+from services.local.servers import free_port
+from services.local.stack import STACK_FILE, Stack, StackFailed
+from shared.errors import ConfigError
+
+# Without workers the gateway never becomes ready: the stack stays in the middle of its start.
+SERVE = """
+import sys
+from pathlib import Path
+from services.local.plan import Options
+from services.local.serve import serve
+from shared.lifecycle import run
+
+options = Options(port=0, prefill_workers=0, decode_workers=0, run_folder=Path(sys.argv[1]))
+sys.exit(run("farspan", lambda stopping: serve(options, stopping)))
+"""
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Running processes that write into the folder: its logs are their output."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/fd/1"):
+        try:
+            if os.readlink(link).startswith(str(folder / "logs")):
+                found.append(int(link.parts[2]))
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return found
+
+
+def until_running(folder: Path, count: int) -> None:
+    deadline = time.monotonic() + 30
+    while len(processes_of(folder)) < count:
+        assert time.monotonic() < deadline, "the stack did not start"
+        time.sleep(0.02)
+
+
+def until_gone(folder: Path) -> None:
+    deadline = time.monotonic() + 20
+    while processes_of(folder):
+        assert time.monotonic() < deadline, f"left over: {processes_of(folder)}"
+        time.sleep(0.02)
+
+
+def serve(folder: Path) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(folder)], stdout=subprocess.PIPE, text=True
+    )
+
+
+async def test_a_service_that_cannot_start_is_named_with_its_last_words(tmp_path: Path) -> None:
+    """The person sees what to change, without looking for the log."""
+    options = Options(
+        port=0,
+        prefill_workers=0,
+        decode_workers=0,
+        run_folder=tmp_path / "run",
+        settings={"ROUTER_NONSENSE": "1"},
+    )
+
+    with pytest.raises(StackFailed, match=r"(?s)router ended with status 2.*ROUTER_NONSENSE"):
+        async with Stack(options):
+            pass
+
+    assert processes_of(tmp_path / "run") == []
+    assert not (tmp_path / "run" / STACK_FILE).exists()
+
+
+async def test_a_taken_port_is_told_before_anything_starts(tmp_path: Path) -> None:
+    port = free_port()
+    holder = subprocess.Popen(
+        [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    with holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+
+        with pytest.raises(ConfigError, match=f"port {port}"):
+            async with Stack(Options(port=port, run_folder=tmp_path / "run")):
+                pass
+        holder.terminate()
+
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_during_the_start_leaves_no_process(number: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C is pressed when something takes too long: during the start."""
+    with serve(tmp_path / "run") as process:
+        until_running(tmp_path / "run", 5)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=30)
+
+    assert process.returncode == 0
+    assert output.endswith("Stopped: no process is left.\n")
+    assert processes_of(tmp_path / "run") == []
+
+
+def test_a_killed_command_leaves_no_process(tmp_path: Path) -> None:
+    """The guard outlives the command by as long as it takes."""
+    with serve(tmp_path / "run") as process:
+        until_running(tmp_path / "run", 5)
+        process.kill()
+
+    until_gone(tmp_path / "run")
+
+
+def test_a_service_that_dies_stops_the_stack(tmp_path: Path) -> None:
+    """Half a stack would answer some requests and hang on others."""
+    with serve(tmp_path / "run") as process:
+        until_running(tmp_path / "run", 5)
+        router_log = str(tmp_path / "run" / "logs" / "router.log")
+        (router,) = (
+            pid
+            for pid in processes_of(tmp_path / "run")
+            if os.readlink(f"/proc/{pid}/fd/1") == router_log
+        )
+        os.kill(router, signal.SIGKILL)
+        process.wait(timeout=30)
+
+    assert process.returncode == 1
+    assert processes_of(tmp_path / "run") == []
