@@ -19,7 +19,7 @@ from shared import farspan_pb2 as pb
 from shared.block_hash import BlockHash, pack
 from shared.bus import Bus
 from shared.prefix_rpc import PrefixClient
-from tests.services.kv_index.conftest import RedisServer
+from tests.local_server import LocalServer
 from tests.services.kv_index.fake_worker import FakeWorker
 
 Hits = dict[Life, tuple[int, pb.Tier]]
@@ -224,13 +224,13 @@ async def test_a_silent_worker_is_forgotten_and_comes_back_whole(
 
 async def test_redis_may_die_and_come_back_empty(
     config: KvIndexConfig,
-    redis_server: RedisServer,
+    redis_server: LocalServer,
     link: Bus,
     life: Life,
     chain: list[BlockHash],
 ) -> None:
     """Queries go on from memory, and later the copy is whole again without any new event (D8)."""
-    own = replace(config, redis_url=redis_server.url)
+    own = replace(config, redis_url=f"redis://{redis_server.address}/0")
     async with serving(own) as client:
         worker = FakeWorker(link, life)
         await worker.store(chain[:3])

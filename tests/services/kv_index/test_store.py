@@ -8,7 +8,7 @@ from services.kv_index.events import DEVICE_BIT, GONE, HOST_BIT, Life
 from services.kv_index.index import Delta
 from services.kv_index.store import Store, StoreAway
 from shared.block_hash import BlockHash
-from tests.services.kv_index.conftest import RedisServer
+from tests.local_server import LocalServer
 
 A, B, C = (BlockHash(letter * 16) for letter in (b"a", b"b", b"c"))
 EPOCH = 1_790_000_000_123_456_789  # as in production: beyond 2**53
@@ -95,9 +95,9 @@ async def test_a_large_life_is_loaded_whole(store: Store, life: Life) -> None:
     assert await load(store, life.worker_id) == Delta(life, None, 1, blocks)
 
 
-async def test_a_dead_redis_is_told_at_once(redis_server: RedisServer, life: Life) -> None:
+async def test_a_dead_redis_is_told_at_once(redis_server: LocalServer, life: Life) -> None:
     """The library alone would try for five seconds."""
-    async with aclosing(Store(redis_server.url)) as store:
+    async with aclosing(Store(f"redis://{redis_server.address}/0")) as store:
         await store.append(Delta(life, 0, 1, {A: DEVICE_BIT}))
         redis_server.kill()
 

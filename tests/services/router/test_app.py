@@ -8,12 +8,13 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from services.local.servers import free_port
+from services.local.servers import free_port, nats_command
 from services.router import app
 from services.router.app import Router
 from services.router.config import RouterConfig
@@ -21,6 +22,7 @@ from shared import bus, prefix_rpc, subjects, telemetry
 from shared import farspan_pb2 as pb
 from shared.bus import Bus
 from shared.errors import WorkerLost
+from tests.local_server import LocalServer
 from tests.services.router.fleets import chain, heartbeat, load, request
 
 DEADLINE_S = 60
@@ -159,6 +161,35 @@ async def test_a_burst_is_promised_before_any_heartbeat_tells(
 
     assert len({reply.placement.prefill.worker_id for reply in replies}) <= 2
     assert len({reply.placement.decode.worker_id for reply in replies}) == 2
+
+
+async def test_the_fleet_is_as_before_when_nats_comes_back(
+    config: RouterConfig, tmp_path: Path
+) -> None:
+    """It was the router that could not hear; nobody is taken for dead (D8)."""
+    port = free_port()
+    server = LocalServer(nats_command(port), port, tmp_path)
+    server.start()
+    own = replace(config, nats_url=f"nats://{server.address}", silence_s=1.0)
+    try:
+        async with (
+            bus.connect(own.nats_url, "test") as link,
+            index_of(own, hit("p0", 15)),
+            routing(own, link, fleet()) as router,
+        ):
+            server.kill()
+            async with asyncio.timeout(10):
+                while router.state()[0]:  # noqa: ASYNC110  # no event to wait for
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(1.5)  # longer than the silence that ends a worker
+                server.start()
+                while not (router.state()[0] and link.is_connected):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            reply = await place(link, placing())
+    finally:
+        server.kill()
+
+    assert reply.placement.prefill.worker_id == "p0"
 
 
 async def test_refusals_are_answers(config: RouterConfig, link: Bus) -> None:
