@@ -276,7 +276,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.content: dict[int, list[str]] = {}
         self.outside: set[BlockHash] = set()
 
-    @rule(letters=st.text("ab", max_size=9), extra=st.integers(0, 63), reserve=st.integers(0, 200))
+    @rule(letters=st.text("ab", max_size=6), extra=st.integers(0, 63), reserve=st.integers(0, 200))
     def admit(self, letters: str, extra: int, reserve: int) -> None:
         num_tokens = max(1, len(letters) * BLOCK_TOKENS + extra)
         before = self.allocator.num_free
@@ -315,6 +315,9 @@ class AllocatorMachine(RuleBasedStateMachine):
     def compute(self, data: st.DataObject) -> None:
         allocation, letters = data.draw(st.sampled_from(self.live))
         num_done = data.draw(st.integers(allocation.hit_tokens // BLOCK_TOKENS, len(letters)))
+        self.compute_blocks(allocation, letters, num_done)
+
+    def compute_blocks(self, allocation: Allocation, letters: str, num_done: int) -> None:
         first = allocation.num_shared_blocks * self.ranks
         for place in range(first, num_done):
             content = self.content[allocation.block_ids[place // self.ranks]]
@@ -338,6 +341,13 @@ class AllocatorMachine(RuleBasedStateMachine):
         entry = data.draw(st.sampled_from(self.live))
         self.live.remove(entry)
         self.allocator.free(entry[0])
+
+    @precondition(lambda self: self.live)
+    @rule()
+    def complete_and_finish(self) -> None:
+        allocation, letters = self.live.pop()
+        self.compute_blocks(allocation, letters, len(letters))
+        self.allocator.free(allocation)
 
     @invariant()
     def blocks_are_conserved(self) -> None:

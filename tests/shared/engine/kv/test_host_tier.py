@@ -151,6 +151,21 @@ def test_a_written_row_is_read_back_at_once_and_after_its_page_was_unpinned() ->
     assert torch.equal(read(tier, sequence, 1, range(0, 512, 8)), written[1:3, 0:512:8])
 
 
+def test_a_sequence_may_grow_past_the_device_in_one_step() -> None:
+    """Rows that find no page are written to the host alone, and read from there."""
+    tier = make_tier(num_device_pages=6)
+    sequence = tier.open(range(16))
+    written = torch.randint(0, 256, (NUM_LAYERS, 1024, ROW_BYTES), dtype=torch.uint8)
+
+    for first, end in [(0, 64), (64, 1024)]:
+        tier.prepare([StepRange(sequence, first, end)])
+        slots = tier.write_slots(sequence, first, end)
+        for layer in range(NUM_LAYERS):
+            tier.pools.write(layer, slots, written[layer, first:end])
+
+    assert torch.equal(read(tier, sequence, 1, range(0, 1024, 16)), written[1:3, 0:1024:16])
+
+
 def test_a_rewritten_host_row_is_not_read_from_its_hot_copy() -> None:
     """A row that went hot and is rewritten on the host alone must be fetched anew."""
     tier = make_tier(ResidencyMode.ALL_HOST)
