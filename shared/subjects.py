@@ -1,7 +1,7 @@
 """Every NATS subject there is: what travels on it, who sends, who receives.
 
-A subject with a reply type is a request; one without is a plain message. `{worker}` and `{gateway}` are ids
-made of [A-Za-z0-9_-]. No subject string exists anywhere else.
+A subject with a reply type is a request; one without is a plain message. `{worker}` and `{gateway}`
+are ids made of [A-Za-z0-9_-]. No subject string exists anywhere else.
 """
 
 from dataclasses import dataclass
