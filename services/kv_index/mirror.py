@@ -51,7 +51,9 @@ class Mirror:
         self._work.set()
 
     def retire(self, life: Life) -> None:
-        """Remove this life from the copy soon."""
+        """Remove this life from the copy soon; what waits of it must not bring it back."""
+        self._waiting = deque(delta for delta in self._waiting if delta.life != life)
+        self._behind.discard(life)
         self._retired.append(life)
         self._work.set()
 
@@ -73,29 +75,33 @@ class Mirror:
     async def write(self) -> None:
         """Write all that waits. Raises StoreAway."""
         self._work.clear()
-        while self._retired:
-            await self._store.retire(self._retired[0])
-            self._retired.popleft()
-        while self._waiting:
-            delta = self._waiting.popleft()
-            if delta.life not in self._behind and not await self._store.append(delta):
-                self._behind.add(delta.life)
-        while self._behind:
-            life = next(iter(self._behind))
-            whole = self._index.whole(life)  # taken now, so it holds all that waited
-            self._behind.discard(life)
-            if whole is not None:
-                await self._store.append(whole)
+        while True:
+            if self._retired:
+                await self._store.retire(self._retired[0])
+                self._retired.popleft()
+            elif self._waiting:
+                await self._write_step(self._waiting.popleft())
+            elif self._behind:
+                await self._write_whole(self._behind.pop())
+            else:
+                return
+
+    async def _write_step(self, delta: Delta) -> None:
+        if delta.life not in self._behind and not await self._store.append(delta):
+            self._behind.add(delta.life)
+
+    async def _write_whole(self, life: Life) -> None:
+        whole = self._index.whole(life)  # taken now, so it holds all that waited
+        if whole is not None:
+            await self._store.append(whole)
 
     async def _compare(self) -> None:
         now_s = asyncio.get_running_loop().time()
         if now_s < self._next_check_s:
             return
-        copied = await self._store.sequences(list(self._index.sequences))
-        for life, sequence in self._index.sequences.items():
-            # What is still waiting makes a life look behind; then it is written whole once more.
-            if copied.get(life, sequence) < sequence:
-                self._behind.add(life)
+        written = self._index.sequences  # right after a write: what comes meanwhile is not meant
+        copied = await self._store.sequences(list(written))
+        self._behind.update(life for life, sequence in written.items() if copied[life] < sequence)
         if self._behind:
             logger.info("writing %d workers whole: their copy was behind", len(self._behind))
             await self.write()
