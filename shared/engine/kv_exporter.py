@@ -5,6 +5,8 @@ generations itself. The owner raises a block's generation before it writes the b
 request.
 """
 
+import os
+import signal
 import threading
 from types import TracebackType
 from typing import Self
@@ -69,5 +71,10 @@ class KvExporter:
         )
 
     def _serve(self) -> None:
-        while not self._stopping.wait(_POLL_S):
-            self._agent.progress()
+        try:
+            while not self._stopping.wait(_POLL_S):
+                self._agent.progress()
+        finally:
+            if not self._stopping.is_set():
+                # A rank that serves no reads would let every handoff time out: it had better end.
+                os.kill(os.getpid(), signal.SIGTERM)

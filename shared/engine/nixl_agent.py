@@ -5,6 +5,7 @@ NIXL's own progress thread spins at 100 % of a core, so progress is polled: a ta
 What a peer causes becomes WorkerLost.
 """
 
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -71,6 +72,7 @@ class NixlAgent:
             raise ConfigError(
                 f"KV moves over NIXL only, and nixl_cu13 cannot be imported: {error}"
             ) from error
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # its INFO lines go to stdout
         self.peer_errors: tuple[type[Exception], ...] = tuple(
             getattr(bindings, name) for name in _PEER_ERRORS
         )
@@ -128,7 +130,10 @@ class NixlAgent:
         the whole copy.
         """
         indices = own_ids.astype(np.int32), peer_ids.astype(np.int32)
-        handle = self.nixl.make_prepped_xfer("READ", own, indices[0], peers, indices[1])
+        try:
+            handle = self.nixl.make_prepped_xfer("READ", own, indices[0], peers, indices[1])
+        except self.peer_errors as error:
+            raise WorkerLost(f"NIXL cannot read the peer: {error}") from error
         return Read(self, handle)
 
 

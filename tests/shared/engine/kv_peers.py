@@ -8,6 +8,7 @@ ownership formula.
 import ctypes
 import multiprocessing
 import os
+import random
 import signal
 import threading
 import time
@@ -183,6 +184,12 @@ class Peer:
         assert self._calls.poll(_CALL_S), f"the peer did not answer {name}"
         return self._calls.recv()
 
+    def start(self, name: str, *arguments: Any) -> None:
+        """Have it begin a command; returns when it has."""
+        self._calls.send((name, arguments))
+        assert self._calls.poll(_CALL_S), f"the peer did not begin {name}"
+        assert self._calls.recv() == "begun"
+
     def export(self, held: Held, rank: int) -> pb.RankRegions:
         """Regions of fresh pools; the peer's earlier pools are served no more."""
         return pb.RankRegions.FromString(self.ask("export", held, rank))
@@ -205,8 +212,9 @@ class Peer:
 class _Commands:
     """What a peer does when asked."""
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack, calls: Connection) -> None:
         self._stack = stack
+        self._calls = calls
         self._kept: list[Any] = []  # registered memory stays until the process ends
         self._table = torch.zeros(1, dtype=torch.int64)
         self._mla = torch.zeros(1)
@@ -222,14 +230,14 @@ class _Commands:
     def set_word(self, word: int, value: int) -> None:
         self._table[word] = value
 
-    def churn(self, block: int, hold_s: float) -> None:
+    def churn(self, block: int) -> None:
         """From now on give the block to another request again and again, its bytes being the
         generation's.
         """
         stopping = threading.Event()
         self._stack.callback(stopping.set)
         threading.Thread(
-            target=_churn, args=(self._table, self._mla, block, hold_s, stopping), daemon=True
+            target=_churn, args=(self._table, self._mla, block, stopping), daemon=True
         ).start()
 
     def word(self, word: int) -> int:
@@ -243,15 +251,24 @@ class _Commands:
         importer.pull(pages.request(regions, last_token=last_token))
         return pages.holds(0, last_token)
 
+    def pull_forever(self, held: Held, ranks: list[bytes]) -> None:
+        """Pull the whole sequence again and again, until the process is killed."""
+        pages = Pages(held)
+        importer = KvImporter("decode", held.layout, staging_bytes=1 << 25, num_lanes=1)
+        regions = [pb.RankRegions.FromString(rank) for rank in ranks]
+        importer.pull(pages.request(regions))
+        self._calls.send("begun")
+        while True:
+            importer.pull(pages.request(regions))
 
-def _churn(
-    table: torch.Tensor, mla: torch.Tensor, block: int, hold_s: float, stopping: threading.Event
-) -> None:
+
+def _churn(table: torch.Tensor, mla: torch.Tensor, block: int, stopping: threading.Event) -> None:
+    hold_s = random.Random(0)
     while not stopping.is_set():
         generation = int(table[1 + block]) + 1
         table[1 + block] = generation
         mla[block] = generation % 251
-        time.sleep(hold_s)
+        time.sleep(hold_s.uniform(0, 0.03))
 
 
 def _serve(calls: Connection, ucx: dict[str, str], network: str | None) -> None:
@@ -260,7 +277,7 @@ def _serve(calls: Connection, ucx: dict[str, str], network: str | None) -> None:
     if network is not None:
         _enter_network(network)
     with ExitStack() as stack:
-        commands = _Commands(stack)
+        commands = _Commands(stack, calls)
         while True:
             try:
                 name, arguments = calls.recv()

@@ -204,19 +204,20 @@ def test_references_that_name_no_block_are_refused(
 def test_rows_of_two_owners_never_pass_as_one_block(ranks: list[Peer]) -> None:
     """While the owner reuses the block all the time, what is accepted is whole and as asked for.
 
-    The block is 4 MB, so that reuse falls into reads; the second check must catch each of those.
+    The block is 17 MB, so that reuse falls into reads; the second check must catch each of those.
     """
-    held = Held(1, 64, num_tokens=64, num_blocks=2, num_mla_layers=8, row_bytes=8192)
+    held = Held(1, 64, num_tokens=64, num_blocks=2, num_mla_layers=8, row_bytes=32768)
     regions = exported(ranks, held)
     ref = held.blocks[0]
     importer = importer_for(held, slots=1)
-    ranks[0].ask("churn", ref.block_id, 0.004)
+    pages = Pages(held)
+    page = pages.destination.host_rows[:, pages.destination.page_ids[0]]
+    ranks[0].ask("churn", ref.block_id)
     accepted = refused = 0
-    until = time.monotonic() + 20
+    until = time.monotonic() + 30
 
     while (accepted < 10 or refused < 10) and time.monotonic() < until:
         generation = ranks[0].ask("word", 1 + ref.block_id)
-        pages = Pages(held)
         now = pb.BlockRef(block_id=ref.block_id, generation=generation)
         try:
             importer.pull(pages.request(regions, blocks=[now]))
@@ -224,9 +225,7 @@ def test_rows_of_two_owners_never_pass_as_one_block(ranks: list[Peer]) -> None:
             refused += 1
             continue
         accepted += 1
-        page = pages.destination.host_rows[:, pages.destination.page_ids[0]]
-        assert page.min() == page.max()
-        assert page.max() == generation % 251
+        assert page.min() == page.max() == generation % 251
 
     assert accepted >= 10
     assert refused >= 10
@@ -267,6 +266,17 @@ def test_an_offer_of_memory_nobody_registered_is_refused(
     pages = Pages(held)
     importer_for(held).pull(pages.request(regions))
     assert pages.holds(0, held.num_tokens)
+
+
+@pytest.mark.usefixtures("use_ucx")
+def test_pools_in_device_memory_are_refused_by_name(ranks: list[Peer]) -> None:
+    """Decode reads host memory; taking device addresses for host ones would kill the owner."""
+    held = Held(1, 64)
+    regions = exported(ranks, held)
+    regions[0].memory_kind = "VRAM"
+
+    with pytest.raises(ConfigError, match="VRAM"):
+        importer_for(held).pull(Pages(held).request(regions))
 
 
 @pytest.mark.parametrize("ucx", [LOCAL, TCP], ids=["same-host", "tcp"])
@@ -389,3 +399,22 @@ def test_a_lane_too_small_for_one_effective_block_is_a_wrong_setting(ranks: list
 
     with pytest.raises(ConfigError, match="4 ranks"):
         importer_for(held, slots=3).pull(Pages(held).request(regions))
+
+
+@pytest.mark.parametrize("ucx", [LOCAL, TCP], ids=["same-host", "tcp"])
+def test_a_decode_worker_that_dies_while_pulling_leaves_its_ranks_serving(
+    monkeypatch: pytest.MonkeyPatch, ucx: dict[str, str]
+) -> None:
+    """A rank serves many decode workers; one death must not end its poller or its process."""
+    for name, value in ucx.items():
+        monkeypatch.setenv(name, value)
+    held = Held(1, 64, num_tokens=640, num_mla_layers=4, row_bytes=8192)
+    with closing(Peer(ucx)) as rank, closing(Peer(ucx)) as decode:
+        regions = [rank.export(held, 0)]
+        decode.start("pull_forever", held, [regions[0].SerializeToString()])
+        importer = importer_for(held, slots=10)
+        assert pulls_right(importer, held, regions)
+        decode.signal(signal.SIGKILL)
+
+        assert pulls_right(importer, held, regions)
+        assert pulls_right(importer_for(held, slots=10), held, regions)
