@@ -1,0 +1,121 @@
+"""KV of one decode step: one new row per sequence, read back through the tiers.
+
+Implements KvStep. Knows which rows are written and selected; where a row lies is the host tier's
+business. A sequence's result does not depend on the others in the batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shared.engine.attention import attend_gathered, select_positions
+from shared.engine.kv.fetch_plan import FetchPlan
+from shared.engine.kv.format import KvFormat, page_geometry
+from shared.engine.kv.host_tier import HostTier, TieredSequence
+from shared.engine.kv.layout import BLOCK_TOKENS
+from shared.engine.kv.tier_pools import WriteSlots
+from shared.engine.model.config import ModelConfig
+from shared.engine.model.layers import Projected
+
+
+@dataclass(frozen=True)
+class QueryRow:
+    """One row of a step: a sequence's newest token."""
+
+    sequence: TieredSequence
+    position: int
+
+
+class DecodeKv:
+    """KvStep of one pass over a batch; the tier was prepared for its rows."""
+
+    def __init__(
+        self,
+        rows: Sequence[QueryRow],
+        tier: HostTier,
+        kv_format: KvFormat,
+        config: ModelConfig,
+        *,
+        first_position: int = 0,  # 1 in the MTP pass: position 0 has no token before it
+    ) -> None:
+        self._rows = rows
+        self._tier = tier
+        self._format = kv_format
+        self._attention = config.attention
+        self._first_position = first_position
+        self._geometry = page_geometry(kv_format)
+        self._index_ordinal = {layer: i for i, layer in enumerate(config.index_layers)}
+        self._group_of = {
+            layer: number for number, group in enumerate(tier.groups) for layer in group.layers
+        }
+        slots = [tier.write_slots(row.sequence, row.position, row.position + 1) for row in rows]
+        self._slots = _join(slots)
+        self._row_ids = torch.empty(0)  # [n, width] int64 of the current group, -1 = none
+        self._plans: list[FetchPlan] = []
+
+    def write(self, layer: int, projected: Projected) -> None:
+        """See KvStep."""
+        pools = self._tier.pools
+        pools.write(layer, self._slots, self._format.encode_rows(projected.latent))
+        if projected.index_key is not None:
+            pages = pools.index_pages[self._index_ordinal[layer]]
+            records = self._format.encode_keys(projected.index_key)
+            self._geometry.write(pages, self._slots.host_rows, records)
+
+    def attend(self, layer: int, projected: Projected) -> torch.Tensor:
+        """See KvStep."""
+        if projected.index_query is not None:
+            self._resolve(layer, projected)
+        for plan in self._plans:
+            plan.fetch(layer)
+        places = self._row_ids
+        stored = self._tier.pools.device_rows[layer].index_select(0, places.clamp_min(0).flatten())
+        gathered = self._format.decode_rows(stored).unflatten(0, places.shape)
+        config = self._attention
+        return attend_gathered(
+            projected.query, gathered, places >= 0, config.kv_lora_rank, config.scale
+        )
+
+    def _resolve(self, layer: int, projected: Projected) -> None:
+        group, row_ids = self._group_of[layer], []
+        self._plans = []
+        for number, row in enumerate(self._rows):
+            chosen = self._choose(layer, number, projected)
+            resolved = self._tier.resolve(row.sequence, group, chosen)
+            row_ids.append(resolved.row_ids)
+            self._plans.append(resolved.plan)
+        width = max(ids.shape[1] for ids in row_ids)
+        self._row_ids = torch.full((len(row_ids), width), -1)
+        for number, ids in enumerate(row_ids):
+            self._row_ids[number, : ids.shape[1]] = ids[0]
+
+    def _choose(
+        self, layer: int, number: int, projected: Projected
+    ) -> torch.Tensor:  # [1, width] int64
+        row, first = self._rows[number], self._first_position
+        num_keys = row.position + 1
+        if num_keys - first <= self._attention.index_topk:
+            return torch.arange(first, num_keys).unsqueeze(0)
+        assert projected.index_query is not None and projected.index_weights is not None
+        blocks = row.sequence.blocks[: -(-num_keys // BLOCK_TOKENS)]
+        pages = self._tier.pools.index_pages[self._index_ordinal[layer]][torch.from_numpy(blocks)]
+        keys = self._format.decode_keys(self._geometry.records(pages)[:num_keys])
+        return select_positions(
+            self._format.round_query(projected.index_query[number : number + 1]),
+            projected.index_weights[number : number + 1],
+            keys,
+            torch.tensor([row.position]),
+            first,
+            self._attention.index_topk,
+        )
+
+
+def _join(slots: Sequence[WriteSlots]) -> WriteSlots:
+    """The batch's write slots as one, each sequence having one row."""
+    host_rows = torch.cat([s.host_rows for s in slots])
+    device_rows = torch.cat([s.device_rows for s in slots])
+    if all(s.mirrored is None for s in slots):
+        return WriteSlots(host_rows, device_rows, None)
+    mirrored = [number for number, s in enumerate(slots) if len(s.device_rows)]
+    return WriteSlots(host_rows, device_rows, torch.tensor(mirrored, dtype=torch.int64))

@@ -1,0 +1,102 @@
+"""The bundled checkpoint as tests use it: one model, engines over small pools, real text."""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from shared.engine.attention import select_positions
+from shared.engine.comm import RankGroup
+from shared.engine.kv.format import KvFormat, make_format
+from shared.engine.kv.layout import BLOCK_TOKENS, Sharding
+from shared.engine.kv.pool import BlockPool
+from shared.engine.model.config import load_config
+from shared.engine.model.loading import load_weights
+from shared.engine.model.transformer import Transformer
+from shared.engine.prefill_engine import PrefillEngine
+from shared.engine.prefill_kv import KvContext, Select
+from shared.engine.step import Chunk, PrefillStep, Sampled, Sampling
+
+CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "demo-fp8"
+
+
+@cache
+def model() -> Transformer:
+    """The demo model in fp32 on one rank."""
+    config, group = load_config(CHECKPOINT), RankGroup()
+    return Transformer(config, load_weights(CHECKPOINT, config, group, torch.float32), group)
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """The demo tokenizer."""
+    return Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+
+
+@cache
+def text_tokens() -> tuple[int, ...]:
+    """3,600 tokens of English prose: the model card."""
+    card = (CHECKPOINT.parent / "MODEL_CARD.md").read_text()
+    return tuple(tokenizer().encode(card, add_special_tokens=False).ids)
+
+
+@dataclass
+class Reference:
+    """The aggregated path: one engine on one rank that also decodes, a token per step."""
+
+    engine: PrefillEngine
+    pool: BlockPool
+    kv_format: KvFormat
+    block_ids: tuple[int, ...]
+
+    def prefill(self, prompt: list[int], chunk_tokens: int, sampling: Sampling) -> Sampled:
+        """Compute the prompt in chunks and draw the first token."""
+        done, drawn = 0, None
+        while done < len(prompt):
+            end = min(len(prompt), done + chunk_tokens)
+            wanted = sampling if end == len(prompt) else None
+            drawn = self._chunk(prompt, done, end, wanted)
+            done = end
+        assert drawn is not None
+        return drawn
+
+    def generate(
+        self, prompt: list[int], num_tokens: int, chunk_tokens: int = 512
+    ) -> tuple[list[int], Sampled]:
+        """num_tokens greedy tokens, and what prefill handed over after the prompt."""
+        first = self.prefill(prompt, chunk_tokens, Sampling())
+        tokens = [*prompt, first.token_id]
+        while len(tokens) < len(prompt) + num_tokens:
+            drawn = self._chunk(tokens, len(tokens) - 1, len(tokens), Sampling())
+            assert drawn is not None
+            tokens.append(drawn.token_id)
+        return tokens[len(prompt) :], first
+
+    def _chunk(
+        self, tokens: list[int], done: int, end: int, sampling: Sampling | None
+    ) -> Sampled | None:
+        early = 1 if done else 0
+        chunk = Chunk(
+            request_id="reference",
+            token_ids=np.array(tokens[done - early : end], np.uint32),
+            first=done - early,
+            num_recomputed=early,
+            block_ids=self.block_ids,
+            sampling=sampling,
+        )
+        return self.engine.run(PrefillStep((chunk,))).sampled.get("reference")
+
+
+def reference(
+    num_tokens: int, kv_format: str = "fp32", select: Select = select_positions
+) -> Reference:
+    """A fresh aggregated engine with room for num_tokens."""
+    config = model().config
+    made = make_format(kv_format, config.attention)
+    num_blocks = -(-num_tokens // BLOCK_TOKENS)
+    pool = BlockPool(config, made, num_blocks, epoch=1)
+    context = KvContext(pool, made, config.attention, Sharding(1, 64), RankGroup(), select)
+    return Reference(PrefillEngine(model(), context), pool, made, tuple(range(num_blocks)))
