@@ -173,7 +173,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "model", "token_ids", "block_hashes", "num_resumed_tokens", "sampling", "prefill", "decode", "gateway_id", "deadline_unix_ms")
+    __slots__ = ("request_id", "model", "token_ids", "block_hashes", "num_resumed_tokens", "sampling", "prefill", "decode", "gateway_id", "deadline_unix_ms", "hash_root")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +184,7 @@ class Submit(_message.Message):
     DECODE_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    HASH_ROOT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     token_ids: bytes
@@ -194,7 +195,8 @@ class Submit(_message.Message):
     decode: WorkerRef
     gateway_id: str
     deadline_unix_ms: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., num_resumed_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., prefill: _Optional[_Union[WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[WorkerRef, _Mapping]] = ..., gateway_id: _Optional[str] = ..., deadline_unix_ms: _Optional[int] = ...) -> None: ...
+    hash_root: bytes
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., num_resumed_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., prefill: _Optional[_Union[WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[WorkerRef, _Mapping]] = ..., gateway_id: _Optional[str] = ..., deadline_unix_ms: _Optional[int] = ..., hash_root: _Optional[bytes] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ()
@@ -265,7 +267,7 @@ class BlockRef(_message.Message):
     def __init__(self, block_id: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class HandoffOffer(_message.Message):
-    __slots__ = ("request_id", "prefill", "decode", "token_ids", "block_hashes", "num_resumed_tokens", "sampling", "gateway_id", "deadline_unix_ms", "layout", "ranks", "blocks", "lease_ms")
+    __slots__ = ("request_id", "prefill", "decode", "token_ids", "block_hashes", "num_resumed_tokens", "sampling", "gateway_id", "deadline_unix_ms", "layout", "ranks", "blocks", "lease_ms", "hash_root")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -279,6 +281,7 @@ class HandoffOffer(_message.Message):
     RANKS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    HASH_ROOT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prefill: WorkerRef
     decode: WorkerRef
@@ -292,7 +295,8 @@ class HandoffOffer(_message.Message):
     ranks: _containers.RepeatedCompositeFieldContainer[RankRegions]
     blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
     lease_ms: int
-    def __init__(self, request_id: _Optional[str] = ..., prefill: _Optional[_Union[WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[WorkerRef, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., num_resumed_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., gateway_id: _Optional[str] = ..., deadline_unix_ms: _Optional[int] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankRegions, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    hash_root: bytes
+    def __init__(self, request_id: _Optional[str] = ..., prefill: _Optional[_Union[WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[WorkerRef, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., num_resumed_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., gateway_id: _Optional[str] = ..., deadline_unix_ms: _Optional[int] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankRegions, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., lease_ms: _Optional[int] = ..., hash_root: _Optional[bytes] = ...) -> None: ...
 
 class HandoffAccepted(_message.Message):
     __slots__ = ("held_tokens",)
