@@ -109,6 +109,7 @@ class Attempt:
             decode=placement.decode,
             gateway_id=self._line.gateway_id,
             deadline_unix_ms=self._job.deadline_unix_ms,
+            hash_root=self._job.namespace,
         )
         with telemetry.span("gateway.submit"):
             reply = await self._line.bus.request(
