@@ -11,7 +11,7 @@ from shared import farspan_pb2 as pb
 from shared import subjects
 from shared.block_hash import token_bytes
 from shared.bus import Bus
-from shared.errors import FarspanError
+from shared.errors import FarspanError, WorkerLost
 
 BEAT_S = 0.1
 _epochs = itertools.count(time.time_ns())
@@ -192,9 +192,13 @@ class FakeFleet:
                 token_ids=token_bytes(tokens[next_index - first :]),
                 end=end,
             )
-            reply = await self.bus.request(
-                subjects.TOKENS_END, message, timeout_s=2, gateway=submit.gateway_id
-            )
+            try:
+                reply = await self.bus.request(
+                    subjects.TOKENS_END, message, timeout_s=2, gateway=submit.gateway_id
+                )
+            except WorkerLost:
+                await asyncio.sleep(BEAT_S)
+                continue
             next_index = reply.next_index
             if next_index == total:
                 self.final_replies.append(next_index)

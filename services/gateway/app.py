@@ -5,6 +5,7 @@
 
 import asyncio
 import logging
+import math
 import re
 import socket
 import time
@@ -25,7 +26,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.attempt import Line
 from services.gateway.config import GatewayConfig
-from services.gateway.exchange import Kitchen, chat_endpoint, completion_endpoint
+from services.gateway.endpoint import CHAT, COMPLETION, Endpoint
+from services.gateway.exchange import Resources
 from services.gateway.failures import error_object
 from services.gateway.fleet import Fleet
 from services.gateway.mailroom import Mailroom
@@ -48,11 +50,20 @@ class Readiness:
     """Whether requests can be served; written by the event loop, read by the probe's thread too."""
 
     def __init__(self) -> None:
-        self.state: tuple[bool, str] = (False, "starting")
+        self._state: tuple[bool, str] = (False, "starting")
+        self._is_draining = False
+
+    def note(self, missing: str) -> None:
+        """Ready when nothing is missing."""
+        self._state = (not missing, missing or "ready")
+
+    def drain(self) -> None:
+        """Not ready from now on."""
+        self._is_draining = True
 
     def read(self) -> tuple[bool, str]:
         """Ready or not, and why."""
-        return self.state
+        return (False, "draining") if self._is_draining else self._state
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,7 @@ async def serve(config: GatewayConfig) -> AsyncIterator[Serving]:
     async with bus.connect(config.nats_url, f"gateway {config.id}") as connection:
         mailroom = Mailroom(connection)
         line = Line(connection, mailroom, fleet, config.id, config.model_name)
-        app = build_app(Kitchen(config, tokenizer, line), readiness)
+        app = build_app(Resources(config, tokenizer, line), readiness)
         async with (
             mailroom.open(config.id),
             connection.listen(subjects.HEARTBEAT, _hearing(line)),
@@ -84,20 +95,20 @@ async def serve(config: GatewayConfig) -> AsyncIterator[Serving]:
             try:
                 yield Serving(port, health_port, readiness)
             finally:
-                readiness.state = (False, "draining")
+                readiness.drain()
 
 
-def build_app(kitchen: Kitchen, readiness: Readiness) -> FastAPI:
+def build_app(resources: Resources, readiness: Readiness) -> FastAPI:
     """All routes. Whatever is answered is JSON, errors included."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(RequestIds)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)
     app.router.routes += [
-        Route("/v1/chat/completions", chat_endpoint(kitchen), methods=["POST"]),
-        Route("/v1/completions", completion_endpoint(kitchen), methods=["POST"]),
+        Route("/v1/chat/completions", Endpoint(resources, CHAT), methods=["POST"]),
+        Route("/v1/completions", Endpoint(resources, COMPLETION), methods=["POST"]),
     ]
-    _add_models(app, kitchen)
+    _add_models(app, resources)
 
     async def livez() -> dict[str, str]:
         return {"status": "alive"}
@@ -112,14 +123,14 @@ def build_app(kitchen: Kitchen, readiness: Readiness) -> FastAPI:
     return app
 
 
-def _add_models(app: FastAPI, kitchen: Kitchen) -> None:
+def _add_models(app: FastAPI, resources: Resources) -> None:
     created = int(time.time())
 
     def model_object() -> dict[str, str | int]:
-        limit = kitchen.tokenizer.checkpoint.max_context_tokens
-        held = kitchen.line.fleet.capacity(kitchen.line.clock()).max_sequence_tokens
+        limit = resources.tokenizer.checkpoint.max_context_tokens
+        held = resources.line.fleet.capacity(resources.line.clock()).max_sequence_tokens
         return {
-            "id": kitchen.config.model_name,
+            "id": resources.config.model_name,
             "object": "model",
             "created": created,
             "owned_by": "farspan",
@@ -130,7 +141,7 @@ def _add_models(app: FastAPI, kitchen: Kitchen) -> None:
         return {"object": "list", "data": [model_object()]}
 
     async def model(name: str) -> JSONResponse:
-        if name == kitchen.config.model_name:
+        if name == resources.config.model_name:
             return JSONResponse(model_object())
         body = error_object(
             f"the model {name!r} does not exist", param="model", code="model_not_found"
@@ -198,7 +209,7 @@ async def _watching(line: Line, readiness: Readiness) -> AsyncIterator[None]:
             missing = (
                 line.fleet.missing(now_s) if line.bus.is_connected else "NATS is not connected"
             )
-            readiness.state = (not missing, missing or "ready")
+            readiness.note(missing)
 
     watching = asyncio.create_task(watch())
     try:
@@ -236,7 +247,7 @@ async def _listening(app: FastAPI, config: GatewayConfig) -> AsyncIterator[int]:
         access_log=False,
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(config.drain_s),
+        timeout_graceful_shutdown=math.ceil(config.drain_s),
     )
     server = _Server(settings)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -245,4 +256,6 @@ async def _listening(app: FastAPI, config: GatewayConfig) -> AsyncIterator[int]:
     finally:
         server.should_exit = True
         await serving
+        # What outlasted the drain was cancelled; it still has to tell the workers.
+        await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
         listener.close()

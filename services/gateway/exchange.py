@@ -1,7 +1,6 @@
-"""One POST to a generating endpoint: read, validate, generate, answer, in one span.
+"""One POST to a generating endpoint, after its body was read: validate, generate, answer.
 
-Knows HTTP and the order of things; what each step means is elsewhere. Every exchange ends with a
-whole response, an error object, or a client that left.
+Knows the order of things; what each step means is elsewhere.
 """
 
 import asyncio
@@ -14,7 +13,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from starlette.datastructures import Headers
-from starlette.types import Receive, Scope, Send
 
 from services.gateway.answer import Answer
 from services.gateway.attempt import Job, Line
@@ -24,23 +22,22 @@ from services.gateway.generation import Generation, Usage, generation
 from services.gateway.intake import (
     Intake,
     fitting_max_new_tokens,
+    largest_prompt,
     sampling_params,
     take_in,
 )
-from services.gateway.openai import ChatRequest, CompletionRequest, parse
-from services.gateway.replies import ChatReplies, CompletionReplies, Replies
+from services.gateway.openai import ChatRequest, CompletionRequest
+from services.gateway.replies import Replies
 from services.gateway.tokenizer import Tokenizer
-from services.gateway.wire import Response, dump, read_body, until_gone
+from services.gateway.wire import Response, dump
 from shared import block_hash, telemetry
 from shared import farspan_pb2 as pb
-from shared.errors import Cancelled, DeadlineExceeded, FarspanError, WorkerLost
+from shared.errors import DeadlineExceeded, FarspanError, WorkerLost
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_HEADER = "x-request-timeout-s"
-_SMALL_BODY_BYTES = (
-    16 << 10
-)  # tokenised in a millisecond or two, less than a thread's detour is worth
+_SMALL_BODY_BYTES = 4 << 10  # tokenised in 3 ms; more would hold up the other streams
 _GRACE_S = 1.0  # a client that reads too slowly is given up this long after the deadline
 _LAST_WORD_S = 1.0  # and this long is tried to tell it why
 
@@ -48,7 +45,7 @@ Request = ChatRequest | CompletionRequest
 
 
 @dataclass(frozen=True)
-class Kitchen:
+class Resources:
     """What every exchange works with."""
 
     config: GatewayConfig
@@ -57,55 +54,30 @@ class Kitchen:
 
 
 @dataclass(frozen=True)
-class Endpoint:
-    """A generating endpoint: an ASGI application, one exchange a call."""
+class Dialect:
+    """What distinguishes one generating endpoint from another."""
 
-    kitchen: Kitchen
     operation: str  # gen_ai.operation.name
     parse: Callable[[bytes], Request]
     replies: Callable[[str, bool], Replies]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request to its end."""
-        headers = Headers(scope=scope)
-        response = Response(send)
-        name = f"{self.operation} {self.kitchen.config.model_name}"
-        with telemetry.attached(headers), telemetry.span(name, span_kind="server") as span:
-            span.set(
-                **{
-                    "gen_ai.operation.name": self.operation,
-                    "gen_ai.provider.name": "farspan",
-                    "gen_ai.request.model": self.kitchen.config.model_name,
-                }
-            )
-            exchange = Exchange(self, response, span)
-            try:
-                body = await read_body(receive, self.kitchen.config.max_body_bytes)
-                await until_gone(exchange.run(body, headers), receive)
-            except Cancelled as error:
-                span.set(**{"error.type": "client_left"})
-                logger.info("%s: %s", exchange.request_id, error)
-            except FarspanError as error:
-                await exchange.fail(error)
-            except Exception:
-                logger.exception("%s failed", exchange.request_id)
-                await exchange.fail(FarspanError("internal error"))
 
 
 class Exchange:
     """The state of one POST."""
 
-    def __init__(self, endpoint: Endpoint, response: Response, span: telemetry.Span) -> None:
+    def __init__(
+        self, resources: Resources, dialect: Dialect, response: Response, span: telemetry.Span
+    ) -> None:
         self.request_id = uuid.uuid4().hex
-        self._endpoint = endpoint
-        self._kitchen = endpoint.kitchen
+        self._resources = resources
+        self._dialect = dialect
         self._response = response
         self._span = span
         self._begun_s = time.monotonic()
 
     async def run(self, body: bytes, headers: Headers) -> None:
         """Everything after the body was read."""
-        deadline_s = self._begun_s + _timeout_s(headers, self._kitchen.config.deadline_s)
+        deadline_s = self._begun_s + _timeout_s(headers, self._resources.config.deadline_s)
         loop_deadline = asyncio.get_running_loop().time() + deadline_s + _GRACE_S - self._begun_s
         try:
             async with asyncio.timeout_at(loop_deadline):
@@ -132,25 +104,31 @@ class Exchange:
             logger.warning("%s: the client does not read", self.request_id)
 
     async def _take_in(self, body: bytes) -> tuple[Request, Intake]:
-        request = self._endpoint.parse(body)
+        is_small = len(body) < _SMALL_BODY_BYTES
+        parse = self._dialect.parse
+        request = parse(body) if is_small else await asyncio.to_thread(parse, body)
         self._check_servable(request)
-        fleet, config = self._kitchen.line.fleet, self._kitchen.config
-        fingerprint = fleet.model_fingerprint(self._kitchen.line.clock())
-        namespace = block_hash.namespace(config.model_name, fingerprint, request.cache_salt or "")
-        arguments = (request, self._kitchen.tokenizer, namespace)
-        if len(body) < _SMALL_BODY_BYTES:
-            return request, take_in(*arguments)
-        return request, await asyncio.to_thread(take_in, *arguments)
+        line, tokenizer = self._resources.line, self._resources.tokenizer
+        now_s = line.clock()
+        namespace = block_hash.namespace(
+            line.model, line.fleet.model_fingerprint(now_s), request.cache_salt or ""
+        )
+        largest = largest_prompt(
+            tokenizer.checkpoint.max_context_tokens, line.fleet.capacity(now_s)
+        )
+        arguments = (request, tokenizer, namespace, largest)
+        intake = take_in(*arguments) if is_small else await asyncio.to_thread(take_in, *arguments)
+        return request, intake
 
     def _check_servable(self, request: Request) -> None:
-        if request.model != self._kitchen.config.model_name:
+        if request.model != self._resources.config.model_name:
             raise InvalidRequest(
                 f"the model {request.model!r} does not exist",
                 param="model",
                 code="model_not_found",
                 status=404,
             )
-        line = self._kitchen.line
+        line = self._resources.line
         if not line.bus.is_connected:
             raise WorkerLost("the gateway has no connection to the workers")
         missing = line.fleet.missing(line.clock())
@@ -158,7 +136,11 @@ class Exchange:
             raise WorkerLost(missing)
 
     def _job(self, request: Request, intake: Intake, deadline_s: float) -> Job:
-        line, config, tokenizer = self._kitchen.line, self._kitchen.config, self._kitchen.tokenizer
+        line, config, tokenizer = (
+            self._resources.line,
+            self._resources.config,
+            self._resources.tokenizer,
+        )
         max_new_tokens = fitting_max_new_tokens(
             intake.prompt.num_tokens,
             request.max_new_tokens,
@@ -181,10 +163,10 @@ class Exchange:
 
     async def _generate(self, request: Request, answer: Answer, job: Job) -> None:
         is_stream = bool(request.stream)
-        replies = self._endpoint.replies(
-            self._kitchen.config.model_name, request.wants_usage and is_stream
+        replies = self._dialect.replies(
+            self._resources.config.model_name, request.wants_usage and is_stream
         )
-        async with generation(self._kitchen.line, job) as live:
+        async with generation(self._resources.line, job) as live:
             if is_stream:
                 await self._response.begin_stream()
             await self._read_answer(live, answer, replies)
@@ -226,7 +208,7 @@ class Exchange:
     def _note_end(self, replies: Replies, usage: Usage, num_attempts: int) -> None:
         ended: dict[str, telemetry.AttributeValue] = {
             "gen_ai.response.id": replies.id,
-            "gen_ai.response.model": self._kitchen.config.model_name,
+            "gen_ai.response.model": self._resources.config.model_name,
             "gen_ai.response.finish_reasons": [replies.finish_word],
             "gen_ai.usage.input_tokens": usage.prompt_tokens,
             "gen_ai.usage.output_tokens": usage.completion_tokens,
@@ -244,18 +226,6 @@ class Exchange:
             num_attempts,
             time.monotonic() - self._begun_s,
         )
-
-
-def chat_endpoint(kitchen: Kitchen) -> Endpoint:
-    """POST /v1/chat/completions."""
-    return Endpoint(kitchen, "chat", lambda body: parse(ChatRequest, body), ChatReplies)
-
-
-def completion_endpoint(kitchen: Kitchen) -> Endpoint:
-    """POST /v1/completions."""
-    return Endpoint(
-        kitchen, "text_completion", lambda body: parse(CompletionRequest, body), CompletionReplies
-    )
 
 
 def _timeout_s(headers: Headers, longest_s: float) -> float:

@@ -42,7 +42,10 @@ class Intake:
 
 
 def take_in(
-    request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, namespace: bytes
+    request: ChatRequest | CompletionRequest,
+    tokenizer: Tokenizer,
+    namespace: bytes,
+    max_prompt_tokens: int,
 ) -> Intake:
     """Tokens and text stages of a request. Heavy for long prompts: run it in a thread.
 
@@ -51,13 +54,13 @@ def take_in(
     parser: Parser
     if isinstance(request, ChatRequest):
         text = tokenizer.render(_turns(request), _tools(request), _template_options(request))
-        token_ids = _encode(tokenizer, text, "messages")
+        token_ids = _encode(tokenizer, text, "messages", max_prompt_tokens)
         schemas = {
             tool.function.name: tool.function.parameters or {} for tool in request.offered_tools
         }
         parser = GlmParser(schemas, is_reasoning=text.rstrip().endswith("<think>"))
     else:
-        token_ids = _completion_tokens(request, tokenizer)
+        token_ids = _completion_tokens(request, tokenizer, max_prompt_tokens)
         parser = PlainParser()
     data = block_hash.token_bytes(token_ids)
     hashes = block_hash.pack(block_hash.block_hashes(namespace, data))
@@ -93,7 +96,7 @@ def fitting_max_new_tokens(
 ) -> int:
     """How long the answer may be. Raises InvalidRequest when the request could never fit."""
     limit = min(max_context_tokens, capacity.max_sequence_tokens)
-    largest = min(capacity.max_prompt_tokens, limit - 1)  # one token of room for an answer
+    largest = largest_prompt(max_context_tokens, capacity)
     if num_prompt_tokens > largest:
         raise InvalidRequest(
             f"the prompt has {num_prompt_tokens} tokens, the most that can be served is {largest}",
@@ -108,6 +111,11 @@ def fitting_max_new_tokens(
             code=TOO_LONG,
         )
     return min(default, room) if asked is None else asked
+
+
+def largest_prompt(max_context_tokens: int, capacity: Capacity) -> int:
+    """The most prompt tokens that leave room for one token of an answer."""
+    return min(max_context_tokens - 1, capacity.max_prompt_tokens, capacity.max_sequence_tokens - 1)
 
 
 def _turns(request: ChatRequest) -> list[dict[str, Any]]:
@@ -152,9 +160,11 @@ def _template_options(request: ChatRequest) -> dict[str, Any]:
     return options
 
 
-def _completion_tokens(request: CompletionRequest, tokenizer: Tokenizer) -> list[int]:
+def _completion_tokens(
+    request: CompletionRequest, tokenizer: Tokenizer, max_tokens: int
+) -> list[int]:
     if isinstance(request.prompt, str):
-        return _encode(tokenizer, request.prompt, "prompt")
+        return _encode(tokenizer, request.prompt, "prompt", max_tokens)
     token_ids = [token_id for token_id in request.prompt if isinstance(token_id, int)]
     vocab_size = tokenizer.checkpoint.vocab_size
     largest = max(token_ids)
@@ -167,7 +177,13 @@ def _completion_tokens(request: CompletionRequest, tokenizer: Tokenizer) -> list
     return token_ids
 
 
-def _encode(tokenizer: Tokenizer, text: str, param: str) -> list[int]:
+def _encode(tokenizer: Tokenizer, text: str, param: str, max_tokens: int) -> list[int]:
+    if tokenizer.surely_exceeds(text, max_tokens):
+        raise InvalidRequest(
+            f"the prompt has more than the {max_tokens} tokens that can be served",
+            param=param,
+            code=TOO_LONG,
+        )
     token_ids = tokenizer.encode(text)
     if not token_ids:
         raise InvalidRequest("the prompt is empty", param=param, code="invalid_value")

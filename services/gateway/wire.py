@@ -26,6 +26,10 @@ _SSE_HEADERS = {
 _KEEP_ALIVE_S = 15.0  # proxies give up on a silent stream after 30 to 60 s
 
 
+class ClientGone(Cancelled):
+    """The client closed its connection; there is nobody to answer."""
+
+
 class Response:
     """What is sent for one request: `send_json`, or `begin_stream`, events and `end_stream`."""
 
@@ -82,13 +86,13 @@ def dump(document: Any) -> bytes:
 
 
 async def read_body(receive: Receive, max_bytes: int) -> bytes:
-    """The body. Raises InvalidRequest beyond max_bytes, Cancelled if the client leaves."""
+    """The body. Raises InvalidRequest beyond max_bytes, ClientGone if the client leaves."""
     chunks: list[bytes] = []
     num_bytes = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise Cancelled("the client left")
+            raise ClientGone("the client left")
         chunk = message.get("body", b"")
         num_bytes += len(chunk)
         if num_bytes > max_bytes:
@@ -101,7 +105,7 @@ async def read_body(receive: Receive, max_bytes: int) -> bytes:
 
 
 async def until_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """The result of work. Raises Cancelled if the client leaves first, once work has cleaned up.
+    """The result of work. Raises ClientGone if the client leaves first, once work has cleaned up.
 
     Call it after the body was read: then the only message left to receive is the disconnect.
     """
@@ -111,7 +115,7 @@ async def until_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise Cancelled("the client left")
+        raise ClientGone("the client left")
     finally:
         task.cancel()
         gone.cancel()

@@ -12,10 +12,19 @@ import pytest
 
 from services.gateway.app import serve
 from services.gateway.config import GatewayConfig
+from shared import bus
 from shared import farspan_pb2 as pb
 from shared.block_hash import block_hashes, namespace, pack, token_ids
 from shared.errors import ConfigError
-from tests.services.gateway.stage import CHECKPOINT, MODEL, Stage, eventually, staged
+from tests.fakes import FakeFleet, Plan
+from tests.services.gateway.stage import (
+    CHECKPOINT,
+    MODEL,
+    TOKENIZER,
+    Stage,
+    eventually,
+    staged,
+)
 
 USER: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 WEATHER: Any = {
@@ -387,6 +396,29 @@ async def test_leaving_finishes_what_is_in_flight(nats_url: str) -> None:
         answer = await answering
 
     assert answer.json()["choices"][0]["text"] == "One two."
+
+
+async def test_what_outlasts_the_drain_is_cancelled_at_the_workers(nats_url: str) -> None:
+    """A stopping gateway leaves no worker computing for nobody."""
+    config = GatewayConfig("127.0.0.1", 0, nats_url, CHECKPOINT, model=MODEL, drain_s=1.0)
+    plan = Plan(TOKENIZER.encode("One two."), hold_at=1)
+    async with (
+        bus.connect(nats_url, "fakes") as connection,
+        FakeFleet(connection, MODEL, [plan]).running() as fleet,
+    ):
+        await fleet.add_pair()
+        async with serve(config) as serving:
+            await eventually(lambda: serving.readiness.read()[0])
+            http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{serving.port}")
+            body = {"model": MODEL, "prompt": "x"}
+            answering = asyncio.create_task(http.post("/v1/completions", json=body))
+            await eventually(lambda: len(fleet.submits) == 1)
+        await asyncio.gather(answering, return_exceptions=True)
+        await http.aclose()
+
+        await eventually(lambda: len(fleet.cancels) == 2)
+        await eventually(lambda: len(fleet.ended) == 1)
+        assert not serving.readiness.read()[0]
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,15 @@ async def test_a_prompt_over_the_context_limit_is_refused_in_time(nats_url: str)
         assert (status, error["code"]) == (400, "context_length_exceeded")
 
 
+async def test_a_text_far_over_the_fleet_s_limit_is_refused_in_time(stage: Stage) -> None:
+    """Five megabytes would take ten seconds to encode."""
+    message = {"role": "user", "content": "A word and another one. " * 200_000}
+
+    status, error = await refused(stage, CHAT, json=chat(messages=[message]))
+
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+
+
 async def test_a_body_over_the_limit_is_cut_off_while_it_is_read(nats_url: str) -> None:
     """Memory is not the client's to fill; the length header may be missing or a lie."""
 

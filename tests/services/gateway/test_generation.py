@@ -3,12 +3,15 @@
 import asyncio
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.local.servers import free_port, nats_command
 from shared import farspan_pb2 as pb
-from shared.block_hash import token_ids
+from shared import subjects
+from shared.block_hash import token_bytes, token_ids
 from tests.services.gateway.stage import MODEL, Stage, eventually, staged
 
 TEXT = "One two three four five six"
@@ -201,9 +204,6 @@ async def test_an_end_repeated_after_the_answer_is_over_is_accepted(stage: Stage
     stage.plan(TEXT, hold_at=3)
     asking = asyncio.create_task(stage.complete(stop=" two"))
     await asking
-    from shared import subjects
-    from shared.block_hash import token_bytes
-
     submit = stage.fleet.submits[0]
     message = pb.Tokens(
         request_id=submit.request_id,
@@ -221,9 +221,6 @@ async def test_an_end_repeated_after_the_answer_is_over_is_accepted(stage: Stage
 
 async def test_a_stranger_s_tokens_are_not_believed(stage: Stage) -> None:
     """Wrong tokens answered with 200 would be the worst fault."""
-    from shared import subjects
-    from shared.block_hash import token_bytes
-
     stage.plan(TEXT, hold_at=1)
     answering = asyncio.create_task(stage.complete())
     await eventually(lambda: len(stage.fleet.submits) == 1)
@@ -248,3 +245,41 @@ async def test_many_requests_at_once_all_end(stage: Stage) -> None:
     assert [text_of(answer) for answer in answers] == [TEXT] * 60
     await eventually(lambda: len(stage.fleet.ended) == 60)
     assert answers[0].json()["model"] == MODEL
+
+
+async def test_an_answer_survives_a_restart_of_the_bus(tmp_path: Path) -> None:
+    """Nobody's silence counts meanwhile, and what was lost is sent again."""
+    port = free_port()
+    url = f"nats://127.0.0.1:{port}"
+    server = await nats_server(port, tmp_path)
+    async with staged(url, heartbeat_timeout_s=1.0) as stage:
+        stage.plan(TEXT, hold_at=2)
+        answering = asyncio.create_task(stage.complete())
+        await eventually(lambda: len(stage.fleet.submits) == 1)
+        server.kill()
+        await server.wait()
+        await asyncio.sleep(1.5)
+        stage.fleet.release()
+        server = await nats_server(port, tmp_path)
+
+        answer = await answering
+
+        assert text_of(answer) == TEXT
+        assert len(stage.fleet.submits) == 1
+    server.kill()
+    await server.wait()
+
+
+async def nats_server(port: int, folder: Path) -> asyncio.subprocess.Process:
+    """A server of the test's own, answering."""
+    with (folder / "nats.log").open("ab") as log:
+        server = await asyncio.create_subprocess_exec(*nats_command(port), stdout=log, stderr=log)
+    while True:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            await asyncio.sleep(0.01)
+        else:
+            writer.close()
+            await writer.wait_closed()
+            return server

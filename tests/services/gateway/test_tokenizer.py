@@ -75,6 +75,16 @@ def test_the_checkpoint_names_stops_limits_and_sampling(tokenizer: Tokenizer) ->
     assert (checkpoint.temperature, checkpoint.top_p, checkpoint.top_k) == (0.6, 0.9, 0)
 
 
+def test_a_text_far_too_long_is_found_out_early(tokenizer: Tokenizer) -> None:
+    """And one that fits is never taken for longer."""
+    text = "A word and another one. " * 20_000
+    num_tokens = len(tokenizer.encode(text))
+
+    assert tokenizer.surely_exceeds(text, num_tokens // 2)
+    assert not tokenizer.surely_exceeds(text, num_tokens)
+    assert not tokenizer.surely_exceeds(" " * 500_000, len(tokenizer.encode(" " * 500_000)))
+
+
 def test_a_template_cannot_touch_what_it_is_given(tmp_path: Path) -> None:
     """A checkpoint is somebody else's program."""
     attack = "{{ messages.append(1) }}{{ ''.__class__.__mro__ }}"

@@ -1,0 +1,100 @@
+"""The gateway's picture of the fleet: silence, new lives, and what fits."""
+
+from services.gateway.fleet import Capacity, Fleet
+from shared import farspan_pb2 as pb
+
+
+def beat(
+    worker_id: str,
+    epoch: int = 1,
+    *,
+    role: pb.Role = pb.ROLE_PREFILL,
+    state: pb.ServiceState = pb.SERVICE_STATE_READY,
+    max_tokens: int = 10,
+    model: str = "m",
+    fingerprint: str = "f",
+) -> pb.Heartbeat:
+    return pb.Heartbeat(
+        worker=pb.WorkerRef(worker_id=worker_id, epoch=epoch),
+        role=role,
+        state=state,
+        model=model,
+        limits=pb.Limits(max_sequence_tokens=max_tokens),
+        layout=pb.KvLayout(model_fingerprint=fingerprint),
+    )
+
+
+def ref(worker_id: str, epoch: int = 1) -> pb.WorkerRef:
+    return pb.WorkerRef(worker_id=worker_id, epoch=epoch)
+
+
+def test_a_silent_worker_is_lost_and_no_longer_ready() -> None:
+    """Three seconds are six heartbeats."""
+    fleet = Fleet("m", 3.0)
+    fleet.hear(beat("p"), 100.0)
+
+    assert not fleet.is_lost(ref("p"), 0.0, 103.0)
+    assert fleet.ready(pb.ROLE_PREFILL, 103.0)
+    assert fleet.is_lost(ref("p"), 0.0, 103.1)
+    assert not fleet.ready(pb.ROLE_PREFILL, 103.1)
+
+
+def test_a_new_epoch_loses_the_old_life_at_once() -> None:
+    """A restarted worker knows nothing of its former requests."""
+    fleet = Fleet("m", 3.0)
+    fleet.hear(beat("p", 5), 100.0)
+
+    assert fleet.is_lost(ref("p", 4), 100.0, 100.0)
+    assert not fleet.is_lost(ref("p", 5), 100.0, 100.0)
+
+
+def test_a_late_heartbeat_of_an_earlier_life_is_ignored() -> None:
+    """Messages of a partitioned process may come late."""
+    fleet = Fleet("m", 3.0)
+    fleet.hear(beat("p", 5), 100.0)
+    fleet.hear(beat("p", 4), 101.0)
+
+    assert fleet.is_lost(ref("p", 4), 100.0, 101.0)
+
+
+def test_a_worker_never_heard_of_has_the_same_time_to_speak() -> None:
+    """The router may have heard a new worker before the gateway did."""
+    fleet = Fleet("m", 3.0)
+
+    assert not fleet.is_lost(ref("new"), 100.0, 103.0)
+    assert fleet.is_lost(ref("new"), 100.0, 103.1)
+
+
+def test_silence_the_gateway_is_to_blame_for_is_forgiven() -> None:
+    """With its own connection away, every worker is silent."""
+    fleet = Fleet("m", 3.0)
+    fleet.hear(beat("p"), 100.0)
+    fleet.forgive(110.0)
+
+    assert not fleet.is_lost(ref("p"), 0.0, 112.0)
+    assert fleet.is_lost(ref("p"), 0.0, 113.1)
+
+
+def test_a_draining_worker_keeps_its_requests_and_gets_no_new_ones() -> None:
+    """A stopped one has lost them."""
+    fleet = Fleet("m", 3.0)
+    fleet.hear(beat("p", state=pb.SERVICE_STATE_DRAINING), 100.0)
+    assert not fleet.is_lost(ref("p"), 0.0, 100.0)
+    assert fleet.missing(100.0) == "no ready prefill and no ready decode worker"
+
+    fleet.hear(beat("p", state=pb.SERVICE_STATE_STOPPED), 100.1)
+    assert fleet.is_lost(ref("p"), 0.0, 100.1)
+
+
+def test_capacity_is_that_of_the_largest_ready_workers() -> None:
+    """Of this model only."""
+    fleet = Fleet("m", 3.0)
+    fleet.hear(beat("p1", max_tokens=10), 100.0)
+    fleet.hear(beat("p2", max_tokens=20), 100.0)
+    fleet.hear(beat("p3", max_tokens=99, model="other"), 100.0)
+    fleet.hear(beat("d1", max_tokens=15, role=pb.ROLE_DECODE), 100.0)
+
+    assert fleet.capacity(100.0) == Capacity(max_prompt_tokens=20, max_sequence_tokens=15)
+    assert fleet.missing(100.0) == ""
+    assert fleet.model_fingerprint(100.0) == "f"
+    assert fleet.capacity(200.0) == Capacity(0, 0)
