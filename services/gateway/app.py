@@ -5,17 +5,14 @@
 
 import asyncio
 import logging
-import math
 import re
-import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 
-import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
@@ -30,19 +27,16 @@ from services.gateway.endpoint import CHAT, COMPLETION, Endpoint
 from services.gateway.exchange import Resources
 from services.gateway.failures import error_object
 from services.gateway.fleet import Fleet
+from services.gateway.listener import listening
 from services.gateway.mailroom import Mailroom
 from services.gateway.tokenizer import Tokenizer
 from shared import bus, lifecycle, subjects
 from shared import farspan_pb2 as pb
-from shared.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.25
 _STALL_S = 1.0  # a loop that stood still this long has unread heartbeats: silence proves nothing
-_KEEP_ALIVE_S = (
-    900  # longer than a client's pool keeps a connection, so that the client closes first
-)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -90,7 +84,7 @@ async def serve(config: GatewayConfig) -> AsyncIterator[Serving]:
             connection.listen(subjects.HEARTBEAT, _hearing(line)),
             _watching(line, readiness),
             lifecycle.health(config.host, config.health_port, readiness.read) as health_port,
-            _listening(app, config) as port,
+            listening(app, config) as port,
         ):
             try:
                 yield Serving(port, health_port, readiness)
@@ -217,45 +211,3 @@ async def _watching(line: Line, readiness: Readiness) -> AsyncIterator[None]:
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the process's own decide when to stop."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone."""
-        yield
-
-
-@asynccontextmanager
-async def _listening(app: FastAPI, config: GatewayConfig) -> AsyncIterator[int]:
-    """Serve inside the block; yields the port. Leaving it finishes the requests in flight."""
-    try:
-        listener = socket.create_server((config.host, config.port), backlog=2048)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}"
-        ) from error
-    settings = uvicorn.Config(
-        app,
-        http="httptools",
-        # asyncio's sockets have TCP_NODELAY set: a token is not kept back for the next one.
-        loop="asyncio",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=math.ceil(config.drain_s),
-    )
-    server = _Server(settings)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        server.should_exit = True
-        await serving
-        # What outlasted the drain was cancelled; it still has to tell the workers.
-        await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
-        listener.close()

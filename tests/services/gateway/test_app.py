@@ -367,22 +367,6 @@ async def test_two_live_requests_with_one_client_id_both_succeed(stage: Stage) -
     assert len({submit.request_id for submit in stage.fleet.submits}) == 2
 
 
-async def test_sockets_do_not_wait_to_fill_packets(stage: Stage) -> None:
-    """A token kept back for the next one is latency: many small events arrive as they are sent."""
-    stage.plan("a b c d e f g h")
-    body = json.dumps({"model": MODEL, "prompt": "x", "stream": True}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
-    address = stage.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(address[0], int(address[1]))
-
-    writer.write(head + body)
-    text = await asyncio.wait_for(reader.readuntil(b"[DONE]"), 5)
-
-    assert text.startswith(b"HTTP/1.1 200")
-    writer.close()
-    await writer.wait_closed()
-
-
 # ---------------------------------------------------------- start and stop
 
 

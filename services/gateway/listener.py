@@ -1,0 +1,80 @@
+"""The HTTP server: a socket that sends at once, and uvicorn without its own idea of signals.
+
+Knows ports and connections; what is served is elsewhere.
+"""
+
+import asyncio
+import math
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from services.gateway.config import GatewayConfig
+from shared.errors import ConfigError
+
+_BACKLOG = 2048
+_KEEP_ALIVE_S = (
+    900  # longer than a client's pool keeps a connection, so that the client closes first
+)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the process's own decide when to stop."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone."""
+        yield
+
+
+@asynccontextmanager
+async def listening(app: ASGIApp, config: GatewayConfig) -> AsyncIterator[int]:
+    """Serve inside the block; yields the port. Leaving it finishes the requests in flight."""
+    listener = listen(config.host, config.port)
+    settings = uvicorn.Config(
+        app,
+        http="httptools",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=math.ceil(config.drain_s),
+    )
+    server = _Server(settings)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await serving
+        # What outlasted the drain was cancelled; it still has to tell the workers.
+        await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
+        listener.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError when the address cannot be had.
+
+    asyncio sets TCP_NODELAY on accepted connections only if the listener names its protocol, which
+    socket.create_server does not; without it the first token waits 40 ms for the headers' ACK.
+    """
+    try:
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
+        )
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener
