@@ -1,7 +1,8 @@
 """transformers' GlmMoeDsaForCausalLM over the bundled checkpoint, in fp32.
 
-transformers cannot read block-FP8 files with a short last row block, so the weights are dequantised by plain
-loops here. Its two latent norms get the epsilon that serving stacks use (1e-5); it has no MTP layer.
+transformers cannot read block-FP8 files with a short last row block, so the weights are dequantised
+by plain loops here. Its two latent norms get the epsilon that serving stacks use (1e-5); it has no
+MTP layer.
 """
 
 import json
@@ -35,7 +36,7 @@ class TransformersOracle:
     """The model, and the positions its indexers chose in the last forward."""
 
     def __init__(self, checkpoint: Path, scratch: Path) -> None:
-        """Load through a dequantised copy written to `scratch`: transformers fuses experts itself."""
+        """Load through a dequantised copy in `scratch`: transformers fuses the experts itself."""
         raw = json.loads((checkpoint / "config.json").read_text())
         raw.pop("quantization_config", None)
         mtp = f"model.layers.{raw['num_hidden_layers']}."

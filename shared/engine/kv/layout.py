@@ -73,7 +73,7 @@ class QueryPlan:
 
 
 def is_replicated(num_tokens: int, num_ranks: int) -> bool:
-    """Whether a request's share of a step is too short to cut: some chunk of the 2W would be empty."""
+    """Whether a request's share of a step is too short to cut: one of 2W chunks would be empty."""
     chunk = -(-num_tokens // (2 * num_ranks))
     return num_ranks == 1 or (2 * num_ranks - 1) * chunk >= num_tokens
 

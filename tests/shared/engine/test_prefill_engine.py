@@ -1,0 +1,144 @@
+"""The engine against transformers on the bundled checkpoint, fp32 weights and fp32 KV.
+
+Selection is real from 257 tokens on (top-k 256). With the oracle's positions injected only rounding
+is left; running free, a selection may differ where two scores are as good as equal.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from shared.engine.attention import index_scores, select_positions
+from shared.engine.step import Chunk, PrefillStep, Sampling
+from tests import demo
+from tests.oracles.transformers_oracle import TransformersOracle
+
+LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 225, 226, 255, 256, 257, 511, 512, 513, 1000, 2049]
+LONGEST = max(LENGTHS)
+NUM_NEW = 64
+# Independent fp32 implementations of this model differ by 3e-4 at 700 tokens.
+LOGITS_TOLERANCE = 1e-3
+SCORE_TOLERANCE = 1e-5
+
+
+class OracleRun:
+    """One forward of the oracle over the longest prompt: causal, so it serves every shorter one."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.model = TransformersOracle(demo.CHECKPOINT, scratch)
+        self.prompt = list(demo.text_tokens()[:LONGEST])
+        self.logits = self.model.logits(self.prompt)
+        self.chosen = {layer: chosen.clone() for layer, chosen in self.model.chosen.items()}
+
+    def positions(self, layer: int, num_tokens: int) -> torch.Tensor:  # [n, width] ascending
+        """What the oracle's indexer chose, -1 where a query has fewer positions than top-k."""
+        queries = torch.arange(num_tokens)[:, None]
+        chosen = self.chosen[layer][:num_tokens]
+        return torch.where(chosen <= queries, chosen, -1)
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> OracleRun:
+    return OracleRun(tmp_path_factory.mktemp("oracle"))
+
+
+class RecordingSelect:
+    """select_positions, or injected positions for the target's owners; remembers what it saw."""
+
+    def __init__(self, injected: list[torch.Tensor] | None = None) -> None:
+        self.injected = injected
+        self.calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, query, weights, keys, limits, first, topk) -> torch.Tensor:
+        number = len(self.calls)
+        if self.injected is not None and number < len(self.injected):
+            chosen = self.injected[number]
+        else:
+            chosen = select_positions(query, weights, keys, limits, first, topk)
+        self.calls.append((query, weights, keys, chosen))
+        return chosen
+
+
+def whole_prompt(prompt: list[int], select: RecordingSelect) -> torch.Tensor:  # [n, vocab]
+    """Logits of every position, computed in one chunk."""
+    reference = demo.reference(len(prompt), select=select)
+    chunk = Chunk("one", np.array(prompt, np.uint32), 0, 0, reference.block_ids, Sampling())
+    return demo.model().logits(reference.engine.hidden(PrefillStep((chunk,))))
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+def test_logits_equal_transformers_on_its_own_selection(oracle: OracleRun, num_tokens: int) -> None:
+    """With selection out of the way, everything else is the same arithmetic."""
+    owners = [layer for layer in demo.model().config.index_layers if layer in oracle.chosen]
+    injected = [oracle.positions(layer, num_tokens) for layer in owners]
+
+    logits = whole_prompt(oracle.prompt[:num_tokens], RecordingSelect(injected))
+
+    difference = (logits - oracle.logits[:num_tokens]).abs().max()
+    assert float(difference) < LOGITS_TOLERANCE
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+def test_greedy_tokens_equal_transformers(oracle: OracleRun, num_tokens: int) -> None:
+    """64 tokens, running free, prompt in chunks of 512."""
+    prompt = oracle.prompt[:num_tokens]
+
+    tokens, _ = demo.reference(num_tokens + NUM_NEW).generate(prompt, NUM_NEW)
+
+    assert tokens == oracle.model.greedy(prompt, NUM_NEW)
+
+
+def test_selections_differ_only_between_equal_scores(oracle: OracleRun) -> None:
+    """A position that only one side chose scores as well as the worst that both could choose."""
+    select = RecordingSelect()
+    whole_prompt(oracle.prompt, select)
+    owners = [layer for layer in demo.model().config.index_layers if layer in oracle.chosen]
+
+    for layer, (query, weights, keys, chosen) in zip(owners, select.calls, strict=False):
+        theirs = oracle.positions(layer, LONGEST)
+        for row in range(LONGEST):
+            ours = set(chosen[row].tolist()) - {-1}
+            swapped = ours ^ (set(theirs[row].tolist()) - {-1})
+            if not swapped:
+                continue
+            buffer = torch.empty(query.shape[1] * keys.shape[0])
+            scores = index_scores(query[row : row + 1], weights[row : row + 1], keys, buffer)[0]
+            values = scores[sorted(swapped)]
+            assert float(values.max() - values.min()) < SCORE_TOLERANCE, f"{layer=} {row=}"
+
+
+@pytest.mark.parametrize("chunk_tokens", [64, 512])
+def test_chunks_of_a_prompt_give_the_kv_of_the_whole(chunk_tokens: int) -> None:
+    """Chunked prefill changes rounding only, in every layer and in the MTP layer."""
+    prompt = list(demo.text_tokens()[:700])
+    whole, chunked = demo.reference(len(prompt)), demo.reference(len(prompt))
+
+    expected = whole.prefill(prompt, len(prompt), Sampling())
+    drawn = chunked.prefill(prompt, chunk_tokens, Sampling())
+
+    assert drawn.token_id == expected.token_id
+    rows = [r.kv_format.decode_rows(r.pool.rows) for r in (whole, chunked)]
+    torch.testing.assert_close(rows[0], rows[1], atol=1e-4, rtol=1e-4)
+    keys = [r.pool.index_pages.view(torch.float32) for r in (whole, chunked)]
+    torch.testing.assert_close(keys[0], keys[1], atol=1e-4, rtol=1e-4)
+
+
+def test_a_step_without_chunks_only_records_generations() -> None:
+    """A block that was handed out anew is known as such before anything is written to it."""
+    reference = demo.reference(64)
+
+    result = reference.engine.run(PrefillStep((), generations=((0, 7),)))
+
+    assert result.sampled == {}
+    assert reference.pool.generations.tolist() == [1, 7]
+
+
+def test_steps_that_differ_have_different_digests() -> None:
+    """Ranks compare digests; a difference must show."""
+    chunk = Chunk("a", np.arange(3, dtype=np.uint32), 0, 0, (0,))
+    other = Chunk("a", np.arange(3, dtype=np.uint32), 0, 0, (1,))
+
+    assert PrefillStep((chunk,)).digest() != PrefillStep((other,)).digest()
+    assert PrefillStep((chunk,)).digest() == PrefillStep((chunk,)).digest()
