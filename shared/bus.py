@@ -17,7 +17,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from shared import farspan_pb2 as pb
-from shared import tasks, telemetry
+from shared import errors, tasks, telemetry
 from shared.errors import BadRequest, ConfigError, FarspanError, TooLong, WorkerLost, from_failure
 from shared.subjects import MessageT, ReplyT, RequestSubject, Subject
 
@@ -111,7 +111,7 @@ class Bus:
     ) -> ReplyT:
         """The answer of the one receiver.
 
-        Raises WorkerLost if nobody answers in time, TooLong above the server's max_payload, and the
+        Raises NoAnswer if nobody answers in time, TooLong above the server's max_payload, and the
         error the receiver's handler raised.
         """
         name = subject.name(**ids)
@@ -121,9 +121,9 @@ class Bus:
                 name, data, timeout=timeout_s, headers=telemetry.inject()
             )
         except nats.errors.NoRespondersError:
-            raise WorkerLost(f"nobody listens on {name}") from None
+            raise errors.NoAnswer(f"nobody listens on {name}") from None
         except nats.errors.TimeoutError:
-            raise WorkerLost(f"no answer on {name} within {timeout_s:g} s") from None
+            raise errors.NoAnswer(f"no answer on {name} within {timeout_s:g} s") from None
         except nats.errors.Error as error:
             raise _as_farspan(error, name, len(data)) from error
         if reply.headers and ERROR_CODE_HEADER in reply.headers:

@@ -6,6 +6,7 @@ FarspanError
 │   └── TooLong        can never fit
 ├── Overloaded         the fleet's, now; retried by the gateway only
 ├── WorkerLost         a worker, its epoch or its lease is gone; retried by the gateway only
+│   └── NoAnswer       nobody answered; whether anybody heard is not known
 ├── DeadlineExceeded   the request's time is up
 └── Cancelled          the client left
 Everything else is our bug and ends the process, or the request where a request can be told apart.
@@ -52,6 +53,10 @@ class WorkerLost(FarspanError):
     """A worker, its epoch or its lease is gone."""
 
     kind = pb.FAILURE_KIND_WORKER_LOST
+
+
+class NoAnswer(WorkerLost):
+    """A request had no answer in time, so it may or may not have been heard."""
 
 
 class DeadlineExceeded(FarspanError):
