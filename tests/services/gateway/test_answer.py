@@ -23,7 +23,7 @@ def answer(batches: list[list[int]], stops: list[str]) -> tuple[list[Part], int]
     return merge(parts + stages.flush()), stages.num_tokens
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(
     cuts=st.lists(st.integers(0, len(IDS)), max_size=8),
     stops=st.lists(st.sampled_from(["국", "🙂<", "wort", "</arg", " E", "zz"]), max_size=3),

@@ -29,7 +29,7 @@ def decode(tokenizer: Tokenizer, batches: list[list[int]]) -> str:
     return "".join(detokenizer.feed(batch) for batch in batches) + detokenizer.flush()
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(ids=st.lists(st.integers(0, NUM_PLAIN_TOKENS - 1), max_size=24), data=st.data())
 def test_any_tokens_in_any_batches_decode_as_a_whole(
     tokenizer: Tokenizer, oracle: tokenizers.Tokenizer, ids: list[int], data: st.DataObject
@@ -42,6 +42,7 @@ def test_any_tokens_in_any_batches_decode_as_a_whole(
     assert decode(tokenizer, batches) == oracle.decode(ids)
 
 
+@settings(deadline=None)
 @given(text=st.text(max_size=24))
 def test_text_survives_the_round_trip_token_by_token(tokenizer: Tokenizer, text: str) -> None:
     """Every code point, also those that take several tokens."""

@@ -215,13 +215,17 @@ async def test_a_prompt_over_the_context_limit_is_refused_in_time(nats_url: str)
         assert (status, error["code"]) == (400, "context_length_exceeded")
 
 
-async def test_a_text_far_over_the_fleet_s_limit_is_refused_in_time(stage: Stage) -> None:
+async def test_a_text_far_over_the_fleet_s_limit_is_refused_in_time(nats_url: str) -> None:
     """Five megabytes would take ten seconds to encode."""
     message = {"role": "user", "content": "A word and another one. " * 200_000}
+    async with staged(nats_url, is_empty=True) as stage:
+        for role, name in ((pb.ROLE_PREFILL, "p0"), (pb.ROLE_DECODE, "d0")):
+            await stage.fleet.add(role, name, max_sequence_tokens=10_000)
+        await stage.ready()
 
-    status, error = await refused(stage, CHAT, json=chat(messages=[message]))
+        status, error = await refused(stage, CHAT, json=chat(messages=[message]))
 
-    assert (status, error["code"]) == (400, "context_length_exceeded")
+        assert (status, error["code"]) == (400, "context_length_exceeded")
 
 
 async def test_a_body_over_the_limit_is_cut_off_while_it_is_read(nats_url: str) -> None:

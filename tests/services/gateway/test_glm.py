@@ -4,7 +4,7 @@ import json
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.answer import merge
@@ -82,6 +82,7 @@ pieces = st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(pieces, max_size=12).map("".join), st.data())
 def test_random_markup_gives_the_same_parts_for_random_chunking(
     answer: str, data: st.DataObject

@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.inbox import Inbox
@@ -19,6 +19,7 @@ def message(index: int, ids: list[int], end: pb.End | None = None) -> pb.Tokens:
     return pb.Tokens(sender=DECODE, index=index, token_ids=token_bytes(ids), end=end)
 
 
+@settings(deadline=None)
 @given(
     num_tokens=st.integers(1, 12),
     first=st.integers(0, 3),

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.stops import StopScanner
@@ -27,6 +27,7 @@ def expected(text: str, stops: list[str]) -> tuple[str, bool]:
     return text, False
 
 
+@settings(deadline=None)
 @given(texts, stop_lists, st.data())
 def test_the_result_is_the_definition_for_every_chunking(
     text: str, stops: list[str], data: st.DataObject
