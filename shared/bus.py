@@ -16,8 +16,8 @@ from google.protobuf.message import DecodeError
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from shared import farspan_pb2 as pb
 from shared import errors, tasks, telemetry
+from shared import farspan_pb2 as pb
 from shared.errors import BadRequest, ConfigError, FarspanError, TooLong, WorkerLost, from_failure
 from shared.subjects import MessageT, ReplyT, RequestSubject, Subject
 
