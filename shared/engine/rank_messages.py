@@ -1,0 +1,45 @@
+"""What a worker's coordinator and its rank processes tell each other, over pipes, as pickles."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.engine.step import Sampled
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """What all ranks of one worker have in common."""
+
+    owner: str  # the worker's id
+    epoch: int
+    checkpoint: Path
+    kv_format: str
+    num_ranks: int
+    interleave: int
+    num_blocks: int  # of each rank's pool
+    num_threads: int  # of each rank
+
+
+@dataclass(frozen=True)
+class RankReady:
+    """A rank's first message: it has its weights and serves its pools."""
+
+    regions: bytes  # pb.RankRegions
+    layout: bytes  # pb.KvLayout
+    vocab_size: int
+    max_position: int
+
+
+@dataclass(frozen=True)
+class RankRefused:
+    """A rank's first and last message: a setting or a file is wrong."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class RankReply:
+    """The answer to a step. All ranks' digests are equal; one rank's result is enough."""
+
+    digest: bytes  # of the step and of the tokens drawn
+    sampled: dict[str, Sampled] | None  # rank 0's

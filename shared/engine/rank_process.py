@@ -1,0 +1,104 @@
+"""The process of one prefill rank: its part of the model, its pools, one step after another.
+
+Lives as long as the coordinator's end of the pipe. Any failure ends the process, and with it the
+worker: what a rank holds cannot be replaced while the others go on.
+"""
+
+import hashlib
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shared import logs
+from shared.engine import compute_threads
+from shared.engine.comm import RankGroup
+from shared.engine.kv.format import make_format
+from shared.engine.kv.layout import Sharding
+from shared.engine.kv.pool import BlockPool
+from shared.engine.kv_exporter import KvExporter
+from shared.engine.kv_layout import describe_layout
+from shared.engine.model.config import load_config
+from shared.engine.model.loading import load_weights
+from shared.engine.model.transformer import Transformer
+from shared.engine.prefill_engine import PrefillEngine
+from shared.engine.prefill_kv import KvContext
+from shared.engine.rank_messages import RankReady, RankRefused, RankReply, RankSettings
+from shared.engine.step import PrefillStep
+from shared.errors import ConfigError
+
+# A rank that is gone is noticed at once by its closed connection; this is for one that hangs.
+_COLLECTIVE_S = 600
+
+
+def serve(settings: RankSettings, rank: int, rendezvous: Path, calls: Connection) -> None:
+    """Run steps until the coordinator says so, or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator decides when a Ctrl-C ends us
+    compute_threads.settle(settings.num_threads)
+    # New names for two collectives, unknown to the torch versions that GPU images carry.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    with (
+        logs.to_stderr(f"prefill rank {rank} of {settings.owner}", dict),
+        _group(settings, rank, rendezvous) as group,
+    ):
+        try:
+            engine, exporter, ready = _load(settings, group)
+        except ConfigError as error:
+            calls.send(RankRefused(str(error)))
+            return
+        with exporter, suppress(EOFError):  # end of the pipe: the coordinator is gone
+            calls.send(ready)
+            while (step := calls.recv()) is not None:
+                calls.send(_run(engine, step, rank))
+
+
+@contextmanager
+def _group(settings: RankSettings, rank: int, rendezvous: Path) -> Iterator[RankGroup]:
+    if settings.num_ranks > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=settings.num_ranks,
+            timeout=timedelta(seconds=_COLLECTIVE_S),
+        )
+    yield RankGroup(rank, settings.num_ranks)
+    if settings.num_ranks > 1:
+        dist.destroy_process_group()
+
+
+def _load(settings: RankSettings, group: RankGroup) -> tuple[PrefillEngine, KvExporter, RankReady]:
+    config = load_config(settings.checkpoint)
+    kv_format = make_format(settings.kv_format, config.attention)
+    try:
+        sharding = Sharding(settings.num_ranks, settings.interleave)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    weights = load_weights(settings.checkpoint, config, group, torch.float32)
+    pool = BlockPool(config, kv_format, settings.num_blocks, settings.epoch)
+    context = KvContext(pool, kv_format, config.attention, sharding, group)
+    engine = PrefillEngine(Transformer(config, weights, group), context)
+    owner = f"{settings.owner}-{group.rank}"
+    exporter = KvExporter(owner, pool.rows, pool.index_pages, pool.generations)
+    layout = describe_layout(settings.checkpoint, config, kv_format, sharding)
+    ready = RankReady(
+        regions=exporter.regions().SerializeToString(),
+        layout=layout.SerializeToString(),
+        vocab_size=config.vocab_size,
+        max_position=config.max_position,
+    )
+    return engine, exporter, ready
+
+
+def _run(engine: PrefillEngine, step: PrefillStep, rank: int) -> RankReply:
+    sampled = engine.run(step).sampled
+    digest = hashlib.blake2b(step.digest(), digest_size=8)
+    for request_id, drawn in sampled.items():
+        digest.update(f"{request_id} {drawn.token_id}".encode())
+    return RankReply(digest.digest(), sampled if rank == 0 else None)
