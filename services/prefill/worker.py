@@ -1,0 +1,198 @@
+"""The step loop: admit, choose chunks, run them on all ranks, tell what is done.
+
+Owns blocks, queue and journal; all of it on the event loop, which the ranks' computing never
+blocks. Knows nothing of gateways and decode workers.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.prefill.scheduler import PlannedChunk, PrefillScheduler
+from services.prefill.throughput import Throughput
+from services.prefill.work import Work
+from shared import farspan_pb2 as pb
+from shared import subjects, telemetry
+from shared.block_journal import BlockJournal
+from shared.bus import Bus
+from shared.engine.kv.allocator import Allocation, BlockAllocator, Cleared, Removed, Stored
+from shared.engine.step import BlockCopy, Chunk, PrefillStep, StepResult
+
+
+class Runner(Protocol):
+    """The ranks, as far as the loop needs them."""
+
+    async def run(self, step: PrefillStep) -> StepResult:
+        """The step's result, once every rank has done it."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A chunk, and whose. Ids may be used again while a step runs; the object may not."""
+
+    work: Work
+    allocation: Allocation
+    planned: PlannedChunk
+
+
+class Worker:
+    """One engine's requests, from the queue to the release of their blocks."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        allocator: BlockAllocator,
+        journal: BlockJournal,
+        bus: Bus,
+        chunk_tokens: int,
+    ) -> None:
+        self._runner = runner
+        self._allocator = allocator
+        self._journal = journal
+        self._bus = bus
+        self._scheduler = PrefillScheduler(
+            num_blocks=allocator.num_blocks,
+            block_tokens=allocator.block_tokens,
+            chunk_tokens=chunk_tokens,
+        )
+        self._throughput = Throughput()
+        self._works: dict[str, Work] = {}
+        self._handed_out: list[tuple[int, int]] = []  # (block id, generation) since the last step
+        self._wake = asyncio.Event()
+
+    def enqueue(self, work: Work) -> None:
+        """Let it wait for its blocks. TooLong if they could never be there; BadRequest if known."""
+        self._scheduler.enqueue(work.request_id, work.num_tokens)
+        self._works[work.request_id] = work
+        self._wake.set()
+
+    def release(self, work: Work) -> None:
+        """Give its blocks back, in any state; releasing twice is harmless.
+
+        A step that still writes to them is over before the next owner's first step begins.
+        """
+        if self._works.get(work.request_id) is not work:
+            return
+        del self._works[work.request_id]
+        self._scheduler.release(work.request_id)
+        if work.allocation is not None:
+            self._allocator.free(work.allocation)
+        self._wake.set()
+
+    def load(self) -> pb.Load:
+        """What the heartbeat says."""
+        return pb.Load(
+            num_running=self._scheduler.num_active,
+            num_waiting=self._scheduler.num_waiting,
+            waiting_tokens=self._scheduler.uncomputed_tokens,
+            free_blocks=self._allocator.num_free,
+            total_blocks=self._allocator.num_blocks,
+            tokens_per_s=self._throughput.tokens_per_s,
+        )
+
+    async def run(self) -> None:
+        """For ever; raises what the ranks raise."""
+        while True:
+            self._wake.clear()
+            self._scheduler.admit(self._allocate)
+            await self._publish_events()
+            parts = self._plan()
+            if parts:
+                await self._step(parts)
+            else:
+                await self._wake.wait()
+
+    def _allocate(self, request_id: str) -> int | None:
+        work = self._works[request_id]
+        allocation = self._allocator.allocate(work.num_tokens, work.hashes)
+        if allocation is None:
+            return None
+        new_generations = allocation.generations[allocation.num_shared_blocks :]
+        self._handed_out += zip(allocation.new_block_ids, new_generations, strict=True)
+        work.progress.note(allocation.num_shared_blocks * self._allocator.block_tokens)
+        work.admit(allocation)
+        return allocation.hit_tokens
+
+    def _plan(self) -> list[_Part]:
+        parts = []
+        for planned in self._scheduler.next_step():
+            work = self._works[planned.request_id]
+            assert work.allocation is not None, "only admitted prompts are planned"
+            parts.append(_Part(work, work.allocation, planned))
+        return parts
+
+    async def _step(self, parts: Sequence[_Part]) -> None:
+        handed_out, self._handed_out = self._handed_out, []
+        step = PrefillStep(
+            chunks=tuple(map(self._chunk, parts)),
+            generations=tuple(handed_out),
+            copies=tuple(copy for part in parts for copy in _copies(part)),
+        )
+        spans = [_span(part) for part in parts]
+        begun_s = time.monotonic()
+        try:
+            result = await self._runner.run(step)
+        finally:
+            for span in spans:
+                span.end()
+        num_tokens = sum(part.planned.end - part.planned.first for part in parts)
+        self._throughput.add(num_tokens, time.monotonic() - begun_s)
+        self._finish(parts, result)
+        await asyncio.sleep(0)  # first tokens leave before anything else
+
+    def _chunk(self, part: _Part) -> Chunk:
+        planned, work = part.planned, part.work
+        # The MTP row of a token needs the hidden state of the token before it (see step.Chunk).
+        num_recomputed = 1 if planned.first else 0
+        first = planned.first - num_recomputed
+        return Chunk(
+            request_id=work.request_id,
+            token_ids=work.token_ids[first : planned.end],
+            first=first,
+            num_recomputed=num_recomputed,
+            block_ids=tuple(part.allocation.block_ids[: self._allocator.blocks_for(planned.end)]),
+            sampling=work.sampling if planned.end == work.num_tokens else None,
+        )
+
+    def _finish(self, parts: Sequence[_Part], result: StepResult) -> None:
+        live = [part for part in parts if self._works.get(part.work.request_id) is part.work]
+        for part in live:
+            self._allocator.publish(part.allocation, part.planned.end)
+        complete = self._scheduler.computed([part.planned for part in live])
+        for request_id in complete:
+            self._works[request_id].finish(result.sampled[request_id])
+        for part in live:
+            part.work.progress.note(part.planned.end)
+
+    async def _publish_events(self) -> None:
+        for event in self._allocator.drain_events():
+            match event:
+                case Stored(hashes):
+                    self._journal.stored(pb.TIER_DEVICE, hashes)
+                case Removed(hashes):
+                    self._journal.removed(pb.TIER_DEVICE, hashes)
+                case Cleared():
+                    self._journal.cleared()
+        batch = self._journal.commit()
+        if batch is not None:
+            await self._bus.publish(subjects.BLOCK_EVENTS, batch)
+
+
+def _copies(part: _Part) -> list[BlockCopy]:
+    """Due before the prompt's first chunk, and only then: later the source may be another's."""
+    is_first = part.planned.first == part.allocation.hit_tokens
+    return part.allocation.copies if is_first else []
+
+
+def _span(part: _Part) -> telemetry.Span:
+    with telemetry.attached(part.work.trace):
+        return telemetry.start(
+            "prefill.chunk",
+            request_id=part.work.request_id,
+            first=part.planned.first,
+            num_tokens=part.planned.end - part.planned.first,
+            num_hit_tokens=part.allocation.hit_tokens,
+        )

@@ -1,0 +1,28 @@
+"""The router counts with it, so it must follow the load and never divide by nothing."""
+
+import pytest
+
+from services.prefill.throughput import Throughput
+
+
+def test_nothing_measured_is_zero() -> None:
+    assert Throughput().tokens_per_s == 0.0
+
+
+def test_only_the_last_minute_of_work_counts() -> None:
+    """An hour of short prompts says little about the million tokens since."""
+    throughput = Throughput()
+    for _ in range(100):
+        throughput.add(1000, 1.0)
+    for _ in range(60):
+        throughput.add(500, 1.0)
+
+    assert throughput.tokens_per_s == pytest.approx(500)
+
+
+def test_a_step_longer_than_the_window_is_all_there_is() -> None:
+    throughput = Throughput()
+    throughput.add(10, 1.0)
+    throughput.add(900, 90.0)
+
+    assert throughput.tokens_per_s == pytest.approx(10)

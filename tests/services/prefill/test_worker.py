@@ -1,0 +1,173 @@
+"""The step loop gives every rank what it needs, and no block two owners."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import numpy as np
+import pytest_asyncio
+
+from services.prefill.work import Work
+from services.prefill.worker import Worker
+from shared import block_hash, bus, subjects
+from shared import farspan_pb2 as pb
+from shared.block_journal import BlockJournal
+from shared.engine.kv.allocator import BlockAllocator
+from shared.engine.step import PrefillStep, Sampling
+from tests.services.prefill.stage import ROOT, FakeEngine, until
+
+_epochs = itertools.count(1)
+
+
+class Loop:
+    """A worker whose steps are seen, and made one by one."""
+
+    def __init__(self, link: bus.Bus, ranks: int, num_blocks: int = 16) -> None:
+        self.engine = FakeEngine()
+        self.ref = pb.WorkerRef(worker_id="w", epoch=next(_epochs))
+        self.allocator = BlockAllocator(num_blocks, ranks=ranks)
+        self.worker = Worker(
+            self.engine, self.allocator, BlockJournal(self.ref), link, chunk_tokens=128
+        )
+        self.events: list[pb.BlockEvent] = []
+
+    def work(self, request_id: str, ids: list[int]) -> Work:
+        made = Work(
+            request_id=request_id,
+            token_ids=np.array(ids, np.uint32),
+            hashes=block_hash.block_hashes(ROOT, ids),
+            sampling=Sampling(),
+            trace={},
+        )
+        self.worker.enqueue(made)
+        return made
+
+    async def on_events(self, batch: pb.BlockEvents) -> None:
+        if batch.worker == self.ref:
+            self.events += batch.events
+
+    @property
+    def steps(self) -> list[PrefillStep]:
+        return self.engine.steps
+
+
+async def _loop(nats_url: str, ranks: int) -> AsyncIterator[Loop]:
+    async with bus.connect(nats_url, "test") as link:
+        made = Loop(link, ranks)
+        async with link.listen(subjects.BLOCK_EVENTS, made.on_events):
+            running = asyncio.create_task(made.worker.run())
+            yield made
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+            made.allocator.check_integrity()
+
+
+@pytest_asyncio.fixture
+async def loop(nats_url: str) -> AsyncIterator[Loop]:
+    async for made in _loop(nats_url, ranks=1):
+        yield made
+
+
+@pytest_asyncio.fixture
+async def loop_of_two(nats_url: str) -> AsyncIterator[Loop]:
+    async for made in _loop(nats_url, ranks=2):
+        yield made
+
+
+async def test_later_chunks_begin_one_token_early(loop: Loop) -> None:
+    """The MTP row of a token needs the hidden state of the one before it."""
+    work = loop.work("a", list(range(300)))
+
+    await work.sampled
+
+    chunks = [step.chunks[0] for step in loop.steps]
+    assert [(c.first, c.num_recomputed, c.end) for c in chunks] == [
+        (0, 0, 128),
+        (127, 1, 256),
+        (255, 1, 300),
+    ]
+    assert [int(c.token_ids[0]) for c in chunks] == [0, 127, 255]
+    assert [len(c.block_ids) for c in chunks] == [2, 4, 5]
+    assert [c.sampling is not None for c in chunks] == [False, False, True]
+
+
+async def test_generations_are_told_once_and_before_the_first_write(loop: Loop) -> None:
+    work = loop.work("a", list(range(300)))
+    await work.sampled
+
+    allocation = await work.admitted
+    expected = tuple(zip(allocation.block_ids, allocation.generations, strict=True))
+    assert [step.generations for step in loop.steps] == [expected, (), ()]
+
+
+async def test_a_prefix_is_computed_once(loop: Loop) -> None:
+    """And its blocks are announced as soon as they are there."""
+    first = loop.work("a", list(range(300)))
+    await first.sampled
+    loop.worker.release(first)
+
+    second = loop.work("b", [*range(256), 999])
+    await second.sampled
+
+    assert (await second.admitted).hit_tokens == 256
+    last = loop.steps[-1].chunks[0]
+    assert (last.first, last.num_recomputed, last.end) == (255, 1, 257)
+    await until(lambda: len(loop.events) >= 2)
+    stored = b"".join(event.stored.block_hashes for event in loop.events)
+    assert stored == block_hash.pack(block_hash.block_hashes(ROOT, list(range(256))))
+
+
+async def test_a_hit_inside_an_effective_block_is_copied_once(loop_of_two: Loop) -> None:
+    """Two ranks share blocks of 128 tokens; 64 of them may be another request's beginning."""
+    first = loop_of_two.work("a", list(range(200)))
+    await first.sampled
+    second = loop_of_two.work("b", [*range(192), *range(500, 700)])
+    await second.sampled
+
+    allocation = await second.admitted
+    assert allocation.hit_tokens == 192
+    copies = [step.copies for step in loop_of_two.steps if step.chunks[0].request_id == "b"]
+    assert copies[0] == tuple(allocation.copies) and len(copies[0]) == 1
+    assert not any(copies[1:])
+
+
+async def test_what_is_released_during_a_step_is_not_announced(loop: Loop) -> None:
+    """Nobody vouches for the blocks of a request that is gone."""
+    loop.engine.hold()
+    work = loop.work("a", list(range(128)))
+    await until(lambda: loop.engine.is_running)
+
+    loop.worker.release(work)
+    loop.engine.may_run.set()
+    other = loop.work("b", list(range(500, 600)))
+    await other.sampled
+
+    loop.worker.release(other)
+    hit = loop.work("c", [*range(128), 1])
+    assert (await hit.admitted).hit_tokens == 0
+    assert not work.sampled.done()
+
+
+async def test_an_id_that_comes_again_during_a_step_is_another_request(loop: Loop) -> None:
+    """The step computed the first one's rows: publishing the second one's would be wrong KV."""
+    loop.engine.hold()
+    before = loop.work("a", list(range(128)))
+    await until(lambda: loop.engine.is_running)
+    loop.worker.release(before)
+    again = loop.work("a", list(range(500, 700)))
+
+    loop.engine.may_run.set()
+    await again.sampled
+
+    firsts = [step.chunks[0].first for step in loop.steps]
+    assert firsts == [0, 0, 127]
+
+
+async def test_throughput_is_measured(loop: Loop) -> None:
+    assert loop.worker.load().tokens_per_s == 0.0
+
+    await loop.work("a", list(range(300))).sampled
+
+    assert loop.worker.load().tokens_per_s > 0
