@@ -1,0 +1,88 @@
+"""Whether an offer can be served here at all: identity, layout, lengths, time.
+
+Pure. Everything that arrives with an offer is checked here and trusted afterwards; whether there
+is room now is the scheduler's question.
+"""
+
+from dataclasses import dataclass
+
+from services.decode.answer import longest_answer
+from shared import farspan_pb2 as pb
+from shared.block_hash import BLOCK_TOKENS, HASH_BYTES, token_ids
+from shared.errors import BadRequest, DeadlineExceeded, TooLong, WorkerLost
+
+# What must be equal on both sides; ranks and interleave are the sender's own.
+_SHARED_FIELDS = (
+    "model_fingerprint",
+    "kv_format",
+    "block_tokens",
+    "num_mla_layers",
+    "num_index_layers",
+    "row_bytes",
+    "index_page_bytes",
+)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What this worker is and can take."""
+
+    worker: pb.WorkerRef
+    layout: pb.KvLayout
+    vocab_size: int
+    max_position: int
+
+
+def check(offer: pb.HandoffOffer, terms: Terms, now_unix_ms: float) -> None:
+    """Raise what refuses the offer: BadRequest, TooLong, DeadlineExceeded, or WorkerLost when
+    another worker would do.
+    """
+    if offer.decode != terms.worker:
+        raise WorkerLost(f"{terms.worker.worker_id} has begun another life")
+    if not (offer.request_id and offer.gateway_id and offer.prefill.epoch and offer.lease_ms):
+        raise BadRequest("an offer needs a request, a gateway, a prefill worker and a lease")
+    _check_layout(offer.layout, terms.layout)
+    num_tokens = _check_tokens(offer, terms.vocab_size)
+    _check_blocks(offer, num_tokens)
+    if not offer.sampling.max_new_tokens:
+        raise BadRequest("an offer needs room for an answer")
+    if longest_answer(offer.sampling, num_tokens, terms.max_position) < 1:
+        raise TooLong(f"{num_tokens} tokens leave no room within {terms.max_position} positions")
+    if offer.deadline_unix_ms <= now_unix_ms:
+        raise DeadlineExceeded("the request's deadline had passed before it was offered")
+
+
+def _check_layout(offered: pb.KvLayout, own: pb.KvLayout) -> None:
+    for name in _SHARED_FIELDS:
+        if getattr(offered, name) != getattr(own, name):
+            raise WorkerLost(
+                f"KV with {name}={getattr(offered, name)} cannot be used where it is"
+                f" {getattr(own, name)}"
+            )
+    if not offered.interleave or BLOCK_TOKENS % offered.interleave:
+        raise BadRequest(f"no layout has interleave {offered.interleave}")
+
+
+def _check_tokens(offer: pb.HandoffOffer, vocab_size: int) -> int:
+    try:
+        ids = token_ids(offer.token_ids)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+    if not ids or max(ids) >= vocab_size:
+        raise BadRequest(f"an offer needs tokens of the vocabulary of {vocab_size}")
+    if offer.num_resumed_tokens >= len(ids):
+        raise BadRequest("an offer needs a prompt before its resumed tokens")
+    return len(ids)
+
+
+def _check_blocks(offer: pb.HandoffOffer, num_tokens: int) -> None:
+    num_ranks = offer.layout.dcp_size
+    if not num_ranks or len(offer.ranks) != num_ranks:
+        raise BadRequest(f"{len(offer.ranks)} ranks are offered, the layout has {num_ranks}")
+    num_blocks = -(-num_tokens // (BLOCK_TOKENS * num_ranks))
+    if len(offer.blocks) != num_blocks:
+        raise BadRequest(f"{len(offer.blocks)} blocks are offered, {num_blocks} are needed")
+    if len(offer.block_hashes) != num_tokens // BLOCK_TOKENS * HASH_BYTES:
+        raise BadRequest("an offer needs one hash for each full block")
+    if len(offer.hash_root) != HASH_BYTES:
+        raise BadRequest("an offer needs the root of its block hashes")

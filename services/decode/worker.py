@@ -1,0 +1,246 @@
+"""The step thread: the only one that touches the engine.
+
+Between steps it obeys commands; sequences join and leave at any step. The next token is decided
+here, so a step never waits for the event loop. Knows sequences by request id, not their requests.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from services.decode.answer import Answer
+from services.decode.pace import Pace
+from shared import farspan_pb2 as pb
+from shared.engine.decode_engine import DecodeEngine, DecodeOutput, DecodeRow, hidden_from_bytes
+from shared.engine.kv.fetch_plan import GroupCounters
+from shared.engine.kv.host_tier import TieredSequence
+from shared.errors import WorkerLost
+
+logger = logging.getLogger(__name__)
+
+# What the engine raises when a step's tokens must not be used.
+_StepError = (FloatingPointError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class Begin:
+    """A sequence whose prompt's KV is complete."""
+
+    request_id: str
+    token_id: int  # the newest token, not cached yet
+    position: int
+    last_hidden: bytes  # of the token before it
+    answer: Answer  # the step thread's from now on
+
+
+@dataclass(frozen=True)
+class Produced:
+    """A step has cached a sequence's newest token and drawn the next."""
+
+    request_id: str
+    token_id: int
+    finish: pb.FinishReason | None  # why the answer ends with this token
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A sequence that cannot go on; nothing of its last step may be used."""
+
+    request_id: str
+    reason: str
+
+
+Result = Produced | Broken
+
+
+@dataclass
+class _Running:
+    row: DecodeRow
+    answer: Answer
+
+
+class _Command:
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.done: Future[None] = Future()
+        self._run = run
+
+    def execute(self) -> None:
+        try:
+            self._run()
+        except Exception as error:
+            self.done.set_exception(error)  # whoever asked decides what it means
+        else:
+            self.done.set_result(None)
+
+
+class StepThread:
+    """Runs steps while inside its `with`; its methods are called from the event loop.
+
+    `deliver` gets each step's results, on the step thread.
+    """
+
+    def __init__(self, engine: DecodeEngine, deliver: Callable[[list[Result]], None]) -> None:
+        self.ended: Future[None] = Future()  # carries the error that stopped the thread
+        self._engine = engine
+        self._deliver = deliver
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._sequences: dict[str, TieredSequence] = {}
+        self._running: dict[str, _Running] = {}
+        self._is_stopping = False
+        self._pace = Pace()
+        self._thread = threading.Thread(target=self._run, name="steps")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._command(self._stop)
+        self._thread.join()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all sequences together, while steps ran; 0 before the first."""
+        return self._pace.tokens_per_s
+
+    @property
+    def counters(self) -> Sequence[GroupCounters]:
+        """What selections have cost since start, for each group of layers."""
+        return self._engine.tier.counters
+
+    def open(self, request_id: str, block_ids: Sequence[int], num_shared: int) -> Future[None]:
+        """Done when the blocks' old content is forgotten: then they may be written to."""
+
+        def run() -> None:
+            sequence = self._engine.tier.open(block_ids, num_shared)
+            self._sequences[request_id] = sequence
+
+        return self._command(run)
+
+    def begin(self, begin: Begin) -> Future[None]:
+        """Let an opened sequence take part in the steps. ValueError for a hidden of other width."""
+
+        def run() -> None:
+            hidden = hidden_from_bytes(begin.last_hidden, self._engine.config.hidden_size)
+            row = DecodeRow(
+                sequence=self._sequences[begin.request_id],
+                token_id=begin.token_id,
+                position=begin.position,
+                previous_hidden=hidden,
+                sampling=begin.answer.next_sampling(),
+            )
+            self._running[begin.request_id] = _Running(row, begin.answer)
+
+        return self._command(run)
+
+    def close(self, request_id: str) -> Future[None]:
+        """Done when no step reads or writes the sequence's blocks any more; in any state."""
+
+        def run() -> None:
+            self._running.pop(request_id, None)
+            sequence = self._sequences.pop(request_id, None)
+            if sequence is not None:
+                self._engine.tier.close(sequence)
+
+        return self._command(run)
+
+    def check_integrity(self) -> Future[None]:
+        """AssertionError if the tiers have lost a page. For tests and idle moments."""
+        return self._command(self._engine.tier.check_integrity)
+
+    def _command(self, run: Callable[[], None]) -> Future[None]:
+        command = _Command(run)
+        self._commands.put(command)
+        if self.ended.done():  # nobody will come for it
+            self._refuse_commands()
+        return command.done
+
+    def _refuse_commands(self) -> None:
+        for command in self._waiting():
+            command.done.set_exception(WorkerLost("the step thread has ended"))
+
+    def _waiting(self) -> Iterator[_Command]:
+        with suppress(queue.Empty):
+            while True:
+                yield self._commands.get_nowait()
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._obey()
+                if self._running and not self._is_stopping:
+                    self._deliver(self._step())
+        except BaseException as error:
+            logger.exception("the step thread failed")
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(None)
+        self._refuse_commands()
+
+    def _obey(self) -> None:
+        """Run the commands that wait; without sequences, wait for one."""
+        if not self._running:
+            self._commands.get().execute()
+        for command in self._waiting():
+            command.execute()
+
+    def _step(self) -> list[Result]:
+        ids = list(self._running)
+        begun_s = time.monotonic()
+        outputs = self._outputs([self._running[request_id].row for request_id in ids])
+        self._pace.note(len(ids), time.monotonic() - begun_s)
+        return [self._take(*pair) for pair in zip(ids, outputs, strict=True)]
+
+    def _outputs(self, rows: Sequence[DecodeRow]) -> list[DecodeOutput | BaseException]:
+        try:
+            return [*self._engine.step(rows)]
+        except _StepError as error:
+            logger.exception("a step of %d sequences failed", len(rows))
+            return [error] if len(rows) == 1 else self._one_by_one(rows)
+
+    def _one_by_one(self, rows: Sequence[DecodeRow]) -> list[DecodeOutput | BaseException]:
+        """Steps may be repeated: each sequence alone, to see whose fault it was."""
+        outputs: list[DecodeOutput | BaseException] = []
+        failures: list[Exception] = []
+        for row in rows:
+            try:
+                outputs += self._engine.step([row])
+            except _StepError as error:
+                outputs.append(error)
+                failures.append(error)
+        if len(failures) == len(rows):  # nobody's in particular
+            raise failures[0]
+        return outputs
+
+    def _take(self, request_id: str, output: DecodeOutput | BaseException) -> Result:
+        if isinstance(output, BaseException):
+            del self._running[request_id]
+            return Broken(request_id, f"the engine refused the step: {output}")
+        running = self._running[request_id]
+        finish = running.answer.add(output.token_id)
+        if finish is None:
+            running.row = DecodeRow(
+                sequence=running.row.sequence,
+                token_id=output.token_id,
+                position=running.row.position + 1,
+                previous_hidden=output.hidden,
+                sampling=running.answer.next_sampling(),
+            )
+        else:
+            del self._running[request_id]
+        return Produced(request_id, output.token_id, finish)
