@@ -31,7 +31,7 @@ class DecodeConfig:
     max_concurrent: int = 64
     max_waiting: int = 256  # offers that may queue for room
     staging_mib: int = 64  # NIXL reads land here before they are checked
-    pull_timeout_s: float = 10.0  # of one read of at most 4,096 tokens
+    pull_timeout_s: float = 5.0  # of at most 4,096 tokens; a failure is told only after it
     threads: int = 0  # 0 = one for each core
     drain_s: float = 30.0
     health_host: str = "127.0.0.1"

@@ -68,6 +68,7 @@ class Life:
             end: pb.End | None = pb.End(reason=await self._until_stopped())
         except FarspanError as error:
             logger.info("request %s ends: %s", request.id, error)
+            request.stop(error)  # from here on prefill cannot hand it over any more
             end = self._failed(error)
             await self._tell_prefill(error)
         if end is None:

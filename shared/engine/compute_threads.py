@@ -10,6 +10,7 @@ from collections.abc import MutableMapping
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+_LARGEST_HEAP_BYTES = 32 << 20  # glibc before 2.35 refuses more
 _KEPT_BYTES = 1 << 30
 
 
@@ -26,5 +27,6 @@ def settle(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc only; elsewhere there is nothing to set
-        libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+        if not libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES):
+            libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)

@@ -186,6 +186,27 @@ async def test_a_dead_reference_ends_in_a_retry_never_in_tokens(stage: StartStag
         await running.is_back_to_base()
 
 
+async def test_numbers_that_are_not_finite_end_one_request_never_in_text(stage: StartStage) -> None:
+    """The engine refuses the step; the sequence beside it goes on."""
+    async with stage() as running:
+        side, ids = running.side, prompt(90)
+        good, bad = side.offer("good", ids, max_new_tokens=60), side.offer("bad", prompt(80))
+        for offer in (good, bad):
+            await side.accepted(offer)
+        sampled = await side.compute(good)
+        side.source.pool.rows[bad.blocks[0].block_id] = 255  # fp32 bytes that are no numbers
+        await side.chunk_ready(bad, 64)
+        await side.done(good, sampled)
+
+        await side.done(bad, sampled)
+        answer = await side.ended(bad)
+
+        assert answer.ends[0].failure.kind == pb.FAILURE_KIND_INTERNAL
+        assert answer.text == [sampled.token_id]  # prefill's
+        assert (await side.ended(good)).text == side.source.expected(ids, 60)
+        await running.is_back_to_base()
+
+
 async def test_a_prefill_worker_that_falls_silent_is_lost(stage: StartStage) -> None:
     """It sent the first token and died: nobody else would end the request."""
     async with stage() as running:

@@ -1,0 +1,14 @@
+"""Ids remembered for a while."""
+
+from services.decode.recent import Recent
+
+
+def test_the_oldest_is_forgotten_first() -> None:
+    """Memory is bounded, whatever arrives."""
+    recent = Recent()
+
+    for number in range(5000):
+        recent.add(str(number))
+
+    assert "4999" in recent
+    assert "0" not in recent

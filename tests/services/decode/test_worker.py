@@ -1,0 +1,122 @@
+"""The step thread, over an engine that fails where it is told to."""
+
+import queue
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.decode.answer import Answer
+from services.decode.worker import Begin, Broken, Produced, Result, StepThread
+from shared import farspan_pb2 as pb
+from shared.errors import WorkerLost
+
+TIMEOUT_S = 5.0
+
+
+class FakeEngine:
+    """Draws each sequence's position as its next token; sequences are their block ids."""
+
+    def __init__(self, *, broken: set[int] = frozenset(), error: Exception | None = None) -> None:  # type: ignore[assignment]
+        self.config = SimpleNamespace(hidden_size=2)
+        self.tier = self
+        self.counters: list[Any] = []
+        self.open_blocks: list[Sequence[int]] = []
+        self._broken = broken
+        self._error = error or FloatingPointError("the model's logits are not finite")
+
+    def open(self, block_ids: Sequence[int], num_shared: int) -> Sequence[int]:
+        self.open_blocks.append(block_ids)
+        return block_ids
+
+    def close(self, sequence: Sequence[int]) -> None:
+        self.open_blocks.remove(sequence)
+
+    def step(self, rows: Sequence[Any]) -> list[Any]:
+        if any(row.sequence[0] in self._broken for row in rows):
+            raise self._error
+        return [SimpleNamespace(token_id=row.position, hidden=row.previous_hidden) for row in rows]
+
+
+class Results:
+    """What the thread has delivered."""
+
+    def __init__(self) -> None:
+        self._batches: queue.Queue[list[Result]] = queue.Queue()
+
+    def __call__(self, results: list[Result]) -> None:
+        self._batches.put(results)
+
+    def until(self, count: int) -> list[Result]:
+        found: list[Result] = []
+        while len(found) < count:
+            found += self._batches.get(timeout=TIMEOUT_S)
+        return found
+
+
+def begin(thread: StepThread, name: str, block: int, length: int = 3) -> Future[None]:
+    thread.open(name, [block], 0)
+    answer = Answer(pb.SamplingParams(), 0, length)
+    answer.add(0)
+    return thread.begin(Begin(name, 0, 10, np.zeros(2, np.float32).tobytes(), answer))
+
+
+def test_a_sequence_runs_until_its_answer_ends() -> None:
+    results = Results()
+    engine = FakeEngine()
+    with StepThread(engine, results) as thread:  # type: ignore[arg-type]
+        begin(thread, "a", 1)
+
+        assert results.until(2) == [
+            Produced("a", 10, None),
+            Produced("a", 11, pb.FINISH_REASON_LENGTH),
+        ]
+        thread.close("a").result(TIMEOUT_S)
+        assert not engine.open_blocks
+        assert thread.tokens_per_s > 0
+
+
+def test_a_failing_sequence_ends_alone() -> None:
+    """Each is stepped by itself to see whose fault it was; the others lose nothing."""
+    results = Results()
+    with StepThread(FakeEngine(broken={2}), results) as thread:  # type: ignore[arg-type]
+        begin(thread, "good", 1, length=400)
+        begin(thread, "bad", 2)
+        found = results.until(399 + 1)
+
+        assert [r.request_id for r in found if isinstance(r, Broken)] == ["bad"]
+        assert [r.token_id for r in found if isinstance(r, Produced)] == list(range(10, 409))
+
+
+def test_a_failure_of_all_ends_the_thread_and_what_waits_for_it() -> None:
+    """It is nobody's in particular: the process had better end."""
+    thread = StepThread(FakeEngine(broken={1, 2}), Results())  # type: ignore[arg-type]
+    begin(thread, "a", 1)
+    begin(thread, "b", 2)
+
+    with thread:
+        assert isinstance(thread.ended.exception(TIMEOUT_S), FloatingPointError)
+        with pytest.raises(WorkerLost):
+            thread.close("a").result(TIMEOUT_S)
+
+
+def test_an_error_nobody_expects_ends_the_thread() -> None:
+    """A bug is not one request's failure."""
+    engine = FakeEngine(broken={1}, error=KeyError("bug"))
+    thread = StepThread(engine, Results())  # type: ignore[arg-type]
+    begin(thread, "a", 1)
+
+    with thread:
+        assert isinstance(thread.ended.exception(TIMEOUT_S), KeyError)
+
+
+def test_a_command_that_fails_is_its_sender_s_problem() -> None:
+    with StepThread(FakeEngine(), Results()) as thread:  # type: ignore[arg-type]
+        answer = Answer(pb.SamplingParams(), 0, 3)
+        thread.open("a", [1], 0)
+
+        with pytest.raises(ValueError, match="hidden state"):
+            thread.begin(Begin("a", 0, 10, bytes(4), answer)).result(TIMEOUT_S)
