@@ -26,8 +26,6 @@ class RankReady:
 
     regions: bytes  # pb.RankRegions
     layout: bytes  # pb.KvLayout
-    vocab_size: int
-    max_position: int
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,6 @@ def _load(settings: RankSettings, group: RankGroup) -> tuple[PrefillEngine, KvEx
     ready = RankReady(
         regions=exporter.regions().SerializeToString(),
         layout=layout.SerializeToString(),
-        vocab_size=config.vocab_size,
-        max_position=config.max_position,
     )
     return engine, exporter, ready
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from shared import farspan_pb2 as pb
 from shared.engine import compute_threads
+from shared.engine.model.config import ModelConfig, load_config
 from shared.engine.rank_messages import RankReady, RankRefused, RankReply, RankSettings
 from shared.engine.step import PrefillStep, StepResult
 from shared.errors import ConfigError
@@ -39,14 +40,18 @@ class Ranks:
     """Running ranks. Use `run` for one step at a time."""
 
     def __init__(
-        self, members: "Sequence[_Member]", ready: Sequence[RankReady], thread: ThreadPoolExecutor
+        self,
+        config: ModelConfig,
+        members: "Sequence[_Member]",
+        ready: Sequence[RankReady],
+        thread: ThreadPoolExecutor,
     ) -> None:
+        self.vocab_size = config.vocab_size
+        self.max_position = config.max_position
         self.regions: Sequence[pb.RankRegions] = [
             pb.RankRegions.FromString(each.regions) for each in ready
         ]
         self.layout = pb.KvLayout.FromString(ready[0].layout)
-        self.vocab_size = ready[0].vocab_size
-        self.max_position = ready[0].max_position
         self._members = members
         self._thread = thread
 
@@ -90,6 +95,7 @@ async def start(settings: RankSettings) -> AsyncIterator[Ranks]:
 
     Raises ConfigError for what a rank finds wrong with settings or files, RankLost when one ends.
     """
+    config = load_config(settings.checkpoint)  # what is missing is told before anything is loaded
     members: list[_Member] = []
     with (
         tempfile.TemporaryDirectory(prefix="farspan-ranks-") as folder,
@@ -105,7 +111,7 @@ async def start(settings: RankSettings) -> AsyncIterator[Ranks]:
             for each in ready:
                 if isinstance(each, RankRefused):
                     raise ConfigError(each.reason)
-            yield Ranks(members, ready, thread)
+            yield Ranks(config, members, ready, thread)
         finally:
             await asyncio.to_thread(_stop, members)
 
