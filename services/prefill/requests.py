@@ -33,8 +33,7 @@ class Requests:
         try:
             yield
         finally:
-            for request in self._living.values():
-                request.interrupt(WorkerLost("the prefill worker stops"))
+            self.end_all()
             await tasks.finish(self._lives, _LAST_WORDS_S)
 
     def accept(self, submit: pb.Submit) -> None:
@@ -57,6 +56,11 @@ class Requests:
         life = asyncio.create_task(self._live(request))
         self._lives.add(life)
         life.add_done_callback(self._lives.discard)
+
+    def end_all(self) -> None:
+        """End them as lost: a retryable error, since others can serve them."""
+        for request in self._living.values():
+            request.interrupt(WorkerLost("the prefill worker stops"))
 
     async def drained(self) -> None:
         """Return when none is left."""

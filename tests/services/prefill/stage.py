@@ -13,7 +13,7 @@ from services.prefill import app
 from services.prefill.app import Prefill
 from services.prefill.config import PrefillConfig
 from services.prefill.heartbeats import Heartbeats
-from shared import block_hash, bus, subjects
+from shared import block_hash, bus, subjects, tasks
 from shared import farspan_pb2 as pb
 from shared.block_hash import token_bytes, token_ids
 from shared.bus import Bus
@@ -231,9 +231,9 @@ class Stage:
             yield
 
 
-async def until(condition: Callable[[], object]) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
     """Return when it holds."""
-    async with asyncio.timeout(WAIT_S):
+    async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  # of many kinds
             await asyncio.sleep(0.005)
 
@@ -272,4 +272,6 @@ async def stage(
         prefill = await stack.enter_async_context(app.working(config, link, engine, heartbeats))
         made = Stage(link, prefill, ref, decode, gateway)
         await stack.enter_async_context(made.listening())
+        await stack.enter_async_context(tasks.background(heartbeats.beat()))
+        await until(lambda: made.beats)
         yield made
