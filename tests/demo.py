@@ -1,5 +1,6 @@
 """The bundled checkpoint as tests use it: one model, engines over small pools, real text."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -75,11 +76,38 @@ class Reference:
             tokens.append(drawn.token_id)
         return tokens[len(prompt) :], first
 
+    def answer(self, prompt: list[int], stop_ids: Collection[int], max_tokens: int) -> list[int]:
+        """Greedy tokens up to and with a stop token."""
+        tokens = [*prompt, self.prefill(prompt, 512, Sampling()).token_id]
+        while tokens[-1] not in stop_ids and len(tokens) < len(prompt) + max_tokens:
+            drawn = self._chunk(tokens, len(tokens) - 1, len(tokens), Sampling())
+            assert drawn is not None
+            tokens.append(drawn.token_id)
+        return tokens[len(prompt) :]
+
+    def would_answer(self, prompt: list[int], answer: list[int], num_cached: int) -> list[int]:
+        """The greedy token after each of the prompt and the answer's leading parts.
+
+        Equal to the answer and a stop token if and only if that is what the engine would write. The
+        first num_cached tokens were computed by earlier calls.
+        """
+        step = PrefillStep(
+            (self._make_chunk([*prompt, *answer], num_cached, len(prompt + answer)),)
+        )
+        hidden = self.engine.hidden(step)[-len(answer) - 1 :]
+        return model().logits(hidden).argmax(-1).tolist()
+
     def _chunk(
         self, tokens: list[int], done: int, end: int, sampling: Sampling | None
     ) -> Sampled | None:
+        step = PrefillStep((self._make_chunk(tokens, done, end, sampling),))
+        return self.engine.run(step).sampled.get("reference")
+
+    def _make_chunk(
+        self, tokens: list[int], done: int, end: int, sampling: Sampling | None = None
+    ) -> Chunk:
         early = 1 if done else 0
-        chunk = Chunk(
+        return Chunk(
             request_id="reference",
             token_ids=np.array(tokens[done - early : end], np.uint32),
             first=done - early,
@@ -87,7 +115,6 @@ class Reference:
             block_ids=self.block_ids,
             sampling=sampling,
         )
-        return self.engine.run(PrefillStep((chunk,))).sampled.get("reference")
 
 
 def reference(
