@@ -95,7 +95,7 @@ class DecodeEngine:
         hidden = self._model.forward(
             token_ids, StepRows(positions, len(rows), 0), self._kv(queries, 0)
         )
-        self._model.forward_mtp(
+        self._model.write_mtp(
             token_ids,
             torch.stack([row.previous_hidden for row in rows]),
             StepRows(positions - 1, len(rows), 0),

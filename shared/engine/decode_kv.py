@@ -16,7 +16,7 @@ from shared.engine.kv.host_tier import HostTier, TieredSequence
 from shared.engine.kv.layout import BLOCK_TOKENS
 from shared.engine.kv.tier_pools import WriteSlots
 from shared.engine.model.config import ModelConfig
-from shared.engine.model.layers import Projected
+from shared.engine.model.layers import NewKv, Queries
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,19 @@ class DecodeKv:
         self._row_ids = torch.empty(0)  # [n, width] int64 of the current group, -1 = none
         self._plans: list[FetchPlan] = []
 
-    def write(self, layer: int, projected: Projected) -> None:
+    def write(self, layer: int, new: NewKv) -> None:
         """See KvStep."""
         pools = self._tier.pools
-        pools.write(layer, self._slots, self._format.encode_rows(projected.latent))
-        if projected.index_key is not None:
+        pools.write(layer, self._slots, self._format.encode_rows(new.latent))
+        if new.index_key is not None:
             pages = pools.index_pages[self._index_ordinal[layer]]
-            records = self._format.encode_keys(projected.index_key)
+            records = self._format.encode_keys(new.index_key)
             self._geometry.write(pages, self._slots.host_rows, records)
 
-    def attend(self, layer: int, projected: Projected) -> torch.Tensor:
+    def attend(self, layer: int, queries: Queries) -> torch.Tensor:
         """See KvStep."""
-        if projected.index_query is not None:
-            self._resolve(layer, projected)
+        if queries.index_query is not None:
+            self._resolve(layer, queries)
         for plan in self._plans:
             plan.fetch(layer)
         places = self._row_ids
@@ -74,14 +74,14 @@ class DecodeKv:
         gathered = self._format.decode_rows(stored).unflatten(0, places.shape)
         config = self._attention
         return attend_gathered(
-            projected.query, gathered, places >= 0, config.kv_lora_rank, config.scale
+            queries.query, gathered, places >= 0, config.kv_lora_rank, config.scale
         )
 
-    def _resolve(self, layer: int, projected: Projected) -> None:
+    def _resolve(self, layer: int, queries: Queries) -> None:
         group, row_ids = self._group_of[layer], []
         self._plans = []
         for number, row in enumerate(self._rows):
-            chosen = self._choose(layer, number, projected)
+            chosen = self._choose(layer, number, queries)
             resolved = self._tier.resolve(row.sequence, group, chosen)
             row_ids.append(resolved.row_ids)
             self._plans.append(resolved.plan)
@@ -91,19 +91,19 @@ class DecodeKv:
             self._row_ids[number, : ids.shape[1]] = ids[0]
 
     def _choose(
-        self, layer: int, number: int, projected: Projected
+        self, layer: int, number: int, queries: Queries
     ) -> torch.Tensor:  # [1, width] int64
         row, first = self._rows[number], self._first_position
         num_keys = row.position + 1
         if num_keys - first <= self._attention.index_topk:
             return torch.arange(first, num_keys).unsqueeze(0)
-        assert projected.index_query is not None and projected.index_weights is not None
+        assert queries.index_query is not None and queries.index_weights is not None
         blocks = row.sequence.blocks[: -(-num_keys // BLOCK_TOKENS)]
         pages = self._tier.pools.index_pages[self._index_ordinal[layer]][torch.from_numpy(blocks)]
         keys = self._format.decode_keys(self._geometry.records(pages)[:num_keys])
         return select_positions(
-            self._format.round_query(projected.index_query[number : number + 1]),
-            projected.index_weights[number : number + 1],
+            self._format.round_query(queries.index_query[number : number + 1]),
+            queries.index_weights[number : number + 1],
             keys,
             torch.tensor([row.position]),
             first,

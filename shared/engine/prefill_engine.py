@@ -51,7 +51,7 @@ class PrefillEngine:
         # before it.
         before = torch.cat((hidden.new_zeros((1, hidden.shape[1])), hidden[:-1]))
         before[[rows_of.step_tokens.start for rows_of in layout.chunks]] = 0.0
-        self._model.forward_mtp(
+        self._model.write_mtp(
             own_ids, before[layout.local_tokens], layout.rows(-1), self._kv(layout, 1)
         )
         return hidden

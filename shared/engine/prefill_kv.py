@@ -7,6 +7,7 @@ and dropped.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from shared.engine.kv.format import KvFormat
 from shared.engine.kv.layout import BLOCK_TOKENS, IntArray, QueryPlan, Sharding, plan_queries
 from shared.engine.kv.pool import BlockPool
 from shared.engine.model.config import AttentionConfig
-from shared.engine.model.layers import Projected
+from shared.engine.model.layers import NewKv, Queries
 from shared.engine.model.transformer import StepRows
 from shared.engine.step import Chunk
 
@@ -30,11 +31,12 @@ class ChunkRows:
 
     chunk: Chunk
     step_tokens: slice  # the chunk's tokens among the step's
-    local: torch.Tensor  # [own] int64: this rank's rows of the chunk
+    local: slice  # this rank's rows of the chunk: always adjacent
     positions: torch.Tensor  # [own] int64: their positions
     kept_tokens: torch.Tensor  # [kept] int64: step tokens whose KV this rank keeps
     kept_slots: torch.Tensor  # [kept] int64: where
-    cached_blocks: torch.Tensor  # [blocks] int64 that hold the cached context
+    blocks: torch.Tensor  # [blocks] int64 that hold the sequence up to the chunk's end
+    num_cached_blocks: int  # the leading ones that hold the cached context
     cached_order: torch.Tensor  # [num_cached] int64: its rows in the rank-major gathered pages
 
 
@@ -86,7 +88,8 @@ def _chunk_rows(
     rank: int,
 ) -> ChunkRows:
     end = begin + len(chunk.token_ids)
-    local = np.flatnonzero((local_tokens >= begin) & (local_tokens < end))
+    own = np.flatnonzero((local_tokens >= begin) & (local_tokens < end))
+    local = slice(int(own[0]), int(own[-1]) + 1) if len(own) else slice(0, 0)
     new = np.arange(chunk.num_cached, chunk.end, dtype=np.int64)
     kept = new[sharding.owner(new) == rank]
     row = sharding.local_row(kept)
@@ -96,13 +99,14 @@ def _chunk_rows(
     return ChunkRows(
         chunk=chunk,
         step_tokens=slice(begin, end),
-        local=torch.from_numpy(local),
+        local=local,
         positions=torch.from_numpy(local_tokens[local] - begin + chunk.first),
         kept_tokens=torch.from_numpy(kept - chunk.first + begin),
         kept_slots=torch.from_numpy(
             blocks[row // BLOCK_TOKENS] * BLOCK_TOKENS + row % BLOCK_TOKENS
         ),
-        cached_blocks=torch.from_numpy(blocks[:num_cached_blocks]),
+        blocks=torch.from_numpy(blocks[: -(-chunk.end // sharding.effective_block_tokens)]),
+        num_cached_blocks=num_cached_blocks,
         cached_order=torch.from_numpy(
             sharding.gathered_row(cached, num_cached_blocks * BLOCK_TOKENS)
         ),
@@ -142,42 +146,45 @@ class PrefillKv:
         self._new_keys = torch.empty(0)
         self._chosen: list[torch.Tensor] = []
 
-    def write(self, layer: int, projected: Projected) -> None:
+    def write(self, layer: int, new: NewKv) -> None:
         """See KvStep. Collective."""
-        rows = self._format.encode_rows(projected.latent)
+        rows = self._format.encode_rows(new.latent)
         self._new_rows = self._layout.restore(rows, self._group)
         for rows_of in self._layout.chunks:
             self._pool.write_rows(layer, rows_of.kept_slots, self._new_rows[rows_of.kept_tokens])
-        if projected.index_key is None:
+        if new.index_key is None:
             return
-        keys = self._format.encode_keys(projected.index_key)
+        keys = self._format.encode_keys(new.index_key)
         self._new_keys = self._layout.restore(keys, self._group)
         for rows_of in self._layout.chunks:
             self._pool.write_keys(layer, rows_of.kept_slots, self._new_keys[rows_of.kept_tokens])
 
-    def attend(self, layer: int, projected: Projected) -> torch.Tensor:
+    def attend(self, layer: int, queries: Queries) -> torch.Tensor:
         """See KvStep. Collective."""
         config = self._attention
-        if projected.index_query is not None:
+        if queries.index_query is not None:
             self._chosen = [
-                self._choose(layer, rows_of, projected) for rows_of in self._layout.chunks
+                self._choose(layer, rows_of, queries) for rows_of in self._layout.chunks
             ]
-        out = projected.query.new_zeros((*projected.query.shape[:2], config.kv_lora_rank))
+        out = queries.query.new_zeros((*queries.query.shape[:2], config.kv_lora_rank))
         for rows_of, chosen in zip(self._layout.chunks, self._chosen, strict=True):
-            cached = self._pool.read_rows(layer, rows_of.cached_blocks)
-            context = self._format.decode_rows(self._context(rows_of, cached, self._new_rows))
+            rows = self._context(rows_of, partial(self._pool.read_rows, layer), self._new_rows)
             out[rows_of.local] = sparse_attention(
-                projected.query[rows_of.local], context, chosen, config.kv_lora_rank, config.scale
+                queries.query[rows_of.local],
+                self._format.decode_rows(rows),
+                chosen,
+                config.kv_lora_rank,
+                config.scale,
             )
         return out
 
-    def _choose(self, layer: int, rows_of: ChunkRows, projected: Projected) -> torch.Tensor:
-        assert projected.index_query is not None and projected.index_weights is not None
-        cached = self._pool.read_keys(layer, rows_of.cached_blocks)
-        records = self._context(rows_of, cached, self._new_keys)
+    def _choose(self, layer: int, rows_of: ChunkRows, queries: Queries) -> torch.Tensor:
+        assert queries.index_query is not None and queries.index_weights is not None
+        read = partial(self._pool.read_keys, layer)
+        records = self._context(rows_of, read, self._new_keys)
         return self._select(
-            self._format.round_query(projected.index_query[rows_of.local]),
-            projected.index_weights[rows_of.local],
+            self._format.round_query(queries.index_query[rows_of.local]),
+            queries.index_weights[rows_of.local],
             self._format.decode_keys(records),
             rows_of.positions,
             self._first_position,
@@ -187,14 +194,14 @@ class PrefillKv:
     def _context(
         self,
         rows_of: ChunkRows,
-        cached: torch.Tensor,  # [blocks * 64, bytes] this rank's pages of the cached context
+        read: Callable[[torch.Tensor], torch.Tensor],  # block ids -> [blocks * 64, bytes]
         new: torch.Tensor,  # [num_tokens, bytes] the step's rows
     ) -> torch.Tensor:  # [chunk.end, bytes] the whole sequence so far, in position order
         """Cached rows of all ranks, then the chunk's new ones. Collective."""
+        if self._group.size == 1:
+            return read(rows_of.blocks)[: rows_of.chunk.end]
         fresh = new[rows_of.step_tokens][rows_of.chunk.num_recomputed :]
         if not rows_of.chunk.num_cached:
             return fresh
-        if self._group.size == 1:
-            return torch.cat((cached[: rows_of.chunk.num_cached], fresh))
-        gathered = self._group.all_gather(cached)
+        gathered = self._group.all_gather(read(rows_of.blocks[: rows_of.num_cached_blocks]))
         return torch.cat((gathered[rows_of.cached_order], fresh))

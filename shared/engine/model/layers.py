@@ -70,68 +70,73 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True)
-class Projected:
-    """What one layer's attention needs of its input rows."""
+class NewKv:
+    """What a layer caches of its input rows."""
+
+    latent: torch.Tensor  # [n, latent_dim]
+    index_key: torch.Tensor | None  # [n, index_dim]; None where the layer owns no indexer
+
+
+@dataclass(frozen=True)
+class Queries:
+    """What a layer's attention asks with."""
 
     query: torch.Tensor  # [n, heads, latent_dim] absorbed: comparable with cached rows
-    latent: torch.Tensor  # [n, latent_dim] the rows to cache
     index_query: torch.Tensor | None  # [n, index_heads, index_dim]
     index_weights: torch.Tensor | None  # [n, index_heads], scales included
-    index_key: torch.Tensor | None  # [n, index_dim]
 
 
-def project(
+def project_kv(
     weights: AttentionWeights,
     config: AttentionConfig,
     hidden: torch.Tensor,  # [n, hidden] after the input norm
     angles: torch.Tensor,  # [n, rope_dim / 2]
     eps: float,
-) -> Projected:
-    """Queries, the latent row, and for an index owner its query, head weights and key."""
+) -> NewKv:
+    """The latent row, and for an index owner its key."""
+    latent = hidden @ weights.kv_a.T
+    normed = rms_norm(latent[:, : config.kv_lora_rank], weights.kv_a_norm, eps)
+    rotated = rotate(latent[:, config.kv_lora_rank :], angles)
+    index_key = None
+    if weights.indexer is not None:
+        index_key = F.layer_norm(
+            hidden @ weights.indexer.key.T,
+            (config.index_dim,),
+            weights.indexer.key_norm,
+            weights.indexer.key_norm_bias,
+            _KEY_NORM_EPS,
+        )
+        index_key = _rotate_start(index_key, config.rope_dim, angles)
+    return NewKv(torch.cat((normed, rotated), -1), index_key)
+
+
+def project_queries(
+    weights: AttentionWeights,
+    config: AttentionConfig,
+    hidden: torch.Tensor,  # [n, hidden] after the input norm
+    angles: torch.Tensor,  # [n, rope_dim / 2]
+    eps: float,
+) -> Queries:
+    """Queries absorbed into the latent space, and for an index owner its query and head weights."""
     query_latent = rms_norm(hidden @ weights.q_a.T, weights.q_a_norm, eps)
     query = (query_latent @ weights.q_b.T).unflatten(1, (config.num_heads, -1))
     nope, rope = query[..., : config.nope_dim], query[..., config.nope_dim :]
     absorbed = torch.bmm(nope.transpose(0, 1), weights.key_up).transpose(0, 1)
-    latent = hidden @ weights.kv_a.T
-    normed = rms_norm(latent[:, : config.kv_lora_rank], weights.kv_a_norm, eps)
-    rotated = rotate(latent[:, config.kv_lora_rank :], angles)
-    index_query, index_weights, index_key = None, None, None
+    index_query, index_weights = None, None
     if weights.indexer is not None:
-        index_query, index_weights, index_key = _project_index(
-            weights.indexer, config, hidden, query_latent, angles
+        index_query = (query_latent @ weights.indexer.query.T).unflatten(
+            1, (config.index_heads, -1)
         )
-    return Projected(
-        query=torch.cat((absorbed, rotate(rope, angles)), -1),
-        latent=torch.cat((normed, rotated), -1),
-        index_query=index_query,
-        index_weights=index_weights,
-        index_key=index_key,
-    )
+        index_query = _rotate_start(index_query, config.rope_dim, angles)
+        # Both factors of the score's scale ride on the head weights; they are positive, so ReLU
+        # commutes with them.
+        scale = config.index_heads**-0.5 * config.index_dim**-0.5
+        index_weights = (hidden @ weights.indexer.head_weights.T).float() * scale
+    return Queries(torch.cat((absorbed, rotate(rope, angles)), -1), index_query, index_weights)
 
 
-def _project_index(
-    weights: IndexerWeights,
-    config: AttentionConfig,
-    hidden: torch.Tensor,
-    query_latent: torch.Tensor,
-    angles: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    query = (query_latent @ weights.query.T).unflatten(1, (config.index_heads, -1))
-    key = F.layer_norm(
-        hidden @ weights.key.T,
-        (config.index_dim,),
-        weights.key_norm,
-        weights.key_norm_bias,
-        _KEY_NORM_EPS,
-    )
-    # Both factors of the score's scale ride on the head weights; they are positive, so ReLU
-    # commutes.
-    scale = config.index_heads**-0.5 * config.index_dim**-0.5
-    head_weights = (hidden @ weights.head_weights.T).float() * scale
-    rope = config.rope_dim
-    query = torch.cat((rotate(query[..., :rope], angles), query[..., rope:]), -1)
-    key = torch.cat((rotate(key[:, :rope], angles), key[:, rope:]), -1)
-    return query, head_weights, key
+def _rotate_start(vectors: torch.Tensor, rope_dim: int, angles: torch.Tensor) -> torch.Tensor:
+    return torch.cat((rotate(vectors[..., :rope_dim], angles), vectors[..., rope_dim:]), -1)
 
 
 def merge_heads(

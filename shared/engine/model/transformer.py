@@ -14,11 +14,13 @@ from shared.engine.model.config import ModelConfig
 from shared.engine.model.layers import (
     AttentionWeights,
     MlpWeights,
-    Projected,
+    NewKv,
+    Queries,
     Rope,
     merge_heads,
     mlp,
-    project,
+    project_kv,
+    project_queries,
     rms_norm,
 )
 from shared.engine.model.moe import MoeWeights, moe
@@ -61,14 +63,12 @@ class ModelWeights:
 class KvStep(Protocol):
     """KV as one step sees it; calls come layer by layer, `write` before `attend`."""
 
-    def write(self, layer: int, projected: Projected) -> None:
+    def write(self, layer: int, new: NewKv) -> None:
         """Cache the step's new latent rows, and index keys if the layer owns an indexer."""
         ...
 
-    def attend(self, layer: int, projected: Projected) -> torch.Tensor:  # [n, heads, kv_lora_rank]
-        """Sparse attention of the step's queries; an index owner first chooses the positions for
-        its group.
-        """
+    def attend(self, layer: int, queries: Queries) -> torch.Tensor:  # [n, heads, kv_lora_rank]
+        """Sparse attention of the queries; an index owner first chooses its group's positions."""
         ...
 
 
@@ -103,6 +103,24 @@ class Transformer:
             hidden = self._layer(layer, weights, hidden, angles, rows, kv)
         return rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
 
+    def write_mtp(
+        self,
+        token_ids: torch.Tensor,  # [n] int64
+        previous_hidden: torch.Tensor,  # [n, hidden] the hidden of the token before each
+        rows: StepRows,  # positions are those of the tokens before
+        kv: KvStep,
+    ) -> None:
+        """Cache the MTP layer's rows of (token, hidden before it). Collective over the group.
+
+        They are made of the layer's input alone: without a draft to propose, its attention and
+        experts need not run.
+        """
+        weights, eps = self.weights.mtp.layer, self.config.rms_norm_eps
+        normed = rms_norm(self._mtp_input(token_ids, previous_hidden), weights.input_norm, eps)
+        angles = self._rope.angles(rows.positions)
+        new = project_kv(weights.attention, self.config.attention, normed, angles, eps)
+        kv.write(self.config.num_layers, new)
+
     def forward_mtp(
         self,
         token_ids: torch.Tensor,  # [n] int64
@@ -110,14 +128,17 @@ class Transformer:
         rows: StepRows,  # positions are those of the tokens before
         kv: KvStep,
     ) -> torch.Tensor:  # [n, hidden] after the MTP layer's final norm
-        """The MTP layer on (token, hidden of the token before it). Collective over the group."""
+        """The whole MTP layer: a draft's hidden states. Collective over the group."""
+        hidden = self._mtp_input(token_ids, previous_hidden)
+        weights, angles = self.weights.mtp, self._rope.angles(rows.positions)
+        hidden = self._layer(self.config.num_layers, weights.layer, hidden, angles, rows, kv)
+        return rms_norm(hidden, weights.final_norm, self.config.rms_norm_eps)
+
+    def _mtp_input(self, token_ids: torch.Tensor, previous_hidden: torch.Tensor) -> torch.Tensor:
         weights, eps = self.weights.mtp, self.config.rms_norm_eps
         embedded = rms_norm(self.weights.embedding[token_ids], weights.embedding_norm, eps)
         carried = rms_norm(previous_hidden, weights.hidden_norm, eps)
-        hidden = torch.cat((embedded, carried), -1) @ weights.projection.T
-        angles = self._rope.angles(rows.positions)
-        hidden = self._layer(self.config.num_layers, weights.layer, hidden, angles, rows, kv)
-        return rms_norm(hidden, weights.final_norm, eps)
+        return torch.cat((embedded, carried), -1) @ weights.projection.T
 
     def logits(
         self,
@@ -135,11 +156,11 @@ class Transformer:
         rows: StepRows,
         kv: KvStep,
     ) -> torch.Tensor:
-        eps = self.config.rms_norm_eps
+        config, eps = self.config.attention, self.config.rms_norm_eps
         normed = rms_norm(hidden, weights.input_norm, eps)
-        projected = project(weights.attention, self.config.attention, normed, angles, eps)
-        kv.write(layer, projected)
-        hidden = hidden + merge_heads(weights.attention, kv.attend(layer, projected))
+        kv.write(layer, project_kv(weights.attention, config, normed, angles, eps))
+        queries = project_queries(weights.attention, config, normed, angles, eps)
+        hidden = hidden + merge_heads(weights.attention, kv.attend(layer, queries))
         normed = rms_norm(hidden, weights.post_attention_norm, eps)
         if isinstance(weights.feed_forward, MlpWeights):
             return hidden + mlp(weights.feed_forward, normed)
