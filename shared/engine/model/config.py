@@ -115,7 +115,7 @@ def load_config(checkpoint: Path) -> ModelConfig:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the checkpoint's {path}: {error}") from error
     try:
-        return parse_config(raw)
+        return parse_config(_object(raw, "the file"))
     except KeyError as error:
         raise ConfigError(f"{path} has no field {error}") from error
     except ConfigError as error:
@@ -127,29 +127,29 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     for field, wanted in _FIXED.items():
         if raw.get(field, wanted) != wanted:
             raise ConfigError(f"{field}={raw[field]!r} is not supported, only {wanted!r}")
-    rope = raw["rope_parameters"]
+    rope = _object(raw["rope_parameters"], "rope_parameters")
     if rope.get("rope_type", "default") != "default":
         raise ConfigError(f"rope_type={rope['rope_type']!r} is not supported, only 'default'")
-    num_layers = int(raw["num_hidden_layers"])
+    num_layers = _size(raw, "num_hidden_layers")
     stop = raw.get("eos_token_id", [])
     return ModelConfig(
-        vocab_size=int(raw["vocab_size"]),
-        hidden_size=int(raw["hidden_size"]),
-        dense_intermediate_size=int(raw["intermediate_size"]),
+        vocab_size=_size(raw, "vocab_size"),
+        hidden_size=_size(raw, "hidden_size"),
+        dense_intermediate_size=_size(raw, "intermediate_size"),
         num_layers=num_layers,
         is_moe=(*_moe_layers(raw, num_layers), True),
         owns_indexer=(*_indexer_owners(raw, num_layers), True),
         attention=_attention(raw),
         moe=MoeConfig(
-            num_experts=int(raw["n_routed_experts"]),
-            num_experts_per_token=int(raw["num_experts_per_tok"]),
-            num_shared_experts=int(raw["n_shared_experts"]),
-            intermediate_size=int(raw["moe_intermediate_size"]),
-            scaling_factor=float(raw["routed_scaling_factor"]),
+            num_experts=_size(raw, "n_routed_experts"),
+            num_experts_per_token=_size(raw, "num_experts_per_tok"),
+            num_shared_experts=_size(raw, "n_shared_experts"),
+            intermediate_size=_size(raw, "moe_intermediate_size"),
+            scaling_factor=_number(raw, "routed_scaling_factor"),
         ),
-        rope_theta=float(rope["rope_theta"]),
-        rms_norm_eps=float(raw["rms_norm_eps"]),
-        max_position=int(raw["max_position_embeddings"]),
+        rope_theta=_number(rope, "rope_theta"),
+        rms_norm_eps=_number(raw, "rms_norm_eps"),
+        max_position=_size(raw, "max_position_embeddings"),
         stop_token_ids=tuple(stop if isinstance(stop, list) else [stop]),
     )
 
@@ -157,15 +157,15 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
 def _attention(raw: dict[str, Any]) -> AttentionConfig:
     # head_dim is not read: files carry a meaningless value (facts of the released configs).
     config = AttentionConfig(
-        num_heads=int(raw["num_attention_heads"]),
-        q_lora_rank=int(raw["q_lora_rank"]),
-        kv_lora_rank=int(raw["kv_lora_rank"]),
-        nope_dim=int(raw["qk_nope_head_dim"]),
-        rope_dim=int(raw["qk_rope_head_dim"]),
-        value_dim=int(raw["v_head_dim"]),
-        index_heads=int(raw["index_n_heads"]),
-        index_dim=int(raw["index_head_dim"]),
-        index_topk=int(raw["index_topk"]),
+        num_heads=_size(raw, "num_attention_heads"),
+        q_lora_rank=_size(raw, "q_lora_rank"),
+        kv_lora_rank=_size(raw, "kv_lora_rank"),
+        nope_dim=_size(raw, "qk_nope_head_dim"),
+        rope_dim=_size(raw, "qk_rope_head_dim"),
+        value_dim=_size(raw, "v_head_dim"),
+        index_heads=_size(raw, "index_n_heads"),
+        index_dim=_size(raw, "index_head_dim"),
+        index_topk=_size(raw, "index_topk"),
     )
     if (
         raw.get("qk_head_dim", config.nope_dim + config.rope_dim)
@@ -192,7 +192,8 @@ def _indexer_owners(raw: dict[str, Any], num_layers: int) -> tuple[bool, ...]:
 
     Peers read different fields, so all that are given must agree.
     """
-    freq, offset = raw.get("index_topk_freq", 1), raw.get("index_skip_topk_offset", 2)
+    freq = _size(raw, "index_topk_freq") if "index_topk_freq" in raw else 1
+    offset = raw.get("index_skip_topk_offset", 2)
     sources: dict[str, tuple[bool, ...]] = {}
     if "indexer_types" in raw:
         sources["indexer_types"] = tuple(kind == "full" for kind in raw["indexer_types"])
@@ -208,3 +209,23 @@ def _indexer_owners(raw: dict[str, Any], num_layers: int) -> tuple[bool, ...]:
     if len(owners) != num_layers or not owners[0]:
         raise ConfigError("layer 0 must own an indexer and every layer must be named")
     return owners
+
+
+def _size(raw: dict[str, Any], field: str) -> int:
+    value = raw[field]
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{field}={value!r} is not a positive integer")
+    return value
+
+
+def _number(raw: dict[str, Any], field: str) -> float:
+    value = raw[field]
+    if type(value) not in (int, float) or value <= 0:
+        raise ConfigError(f"{field}={value!r} is not a positive number")
+    return float(value)
+
+
+def _object(value: object, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{what} is not a JSON object")
+    return value
