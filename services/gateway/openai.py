@@ -70,11 +70,12 @@ class StreamOptions(_Shape):
 
 
 class Function(_Shape):
-    """A function as offered; `parameters` is a JSON schema."""
+    """A function as offered; `parameters` is a JSON schema. Templates print in this order."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
     parameters: dict[str, Any] | None = None
 
 

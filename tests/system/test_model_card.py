@@ -1,22 +1,17 @@
 """What the model card promises, kept by the aggregated engine with FP8 weights and FP8 KV.
 
-test_generate.py asks the same of the whole stack; when both fail, the fault is the engine's.
+test_model_card_served.py asks the same of the whole stack: when both fail, the engine is wrong.
 """
-
-import json
-from typing import Any
 
 import pytest
 
-from services.gateway.intake import take_in
-from services.gateway.openai import ChatRequest, parse
 from services.gateway.tokenizer import Tokenizer
-from shared import block_hash
 from shared.engine.step import Sampling
 from tests import demo
 from tests.system import dialogs, pass_keys
 from tests.system.dialogs import Dialog
 from tests.system.pass_keys import Filler, Question
+from tests.system.prompts import prompt_of
 
 KV_FORMAT = "fp8_ds_mla"
 MAX_NEW_TOKENS = 120
@@ -25,13 +20,6 @@ MAX_NEW_TOKENS = 120
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer(demo.CHECKPOINT)
-
-
-def prompt_of(tokenizer: Tokenizer, body: dict[str, Any]) -> list[int]:
-    """What the gateway makes of a chat request."""
-    request = parse(ChatRequest, json.dumps({"model": "demo-fp8", **body}).encode())
-    intake = take_in(request, tokenizer, b"", max_prompt_tokens=1 << 20)
-    return block_hash.token_ids(intake.prompt.token_bytes)
 
 
 def written(tokenizer: Tokenizer, token_ids: list[int]) -> str:
