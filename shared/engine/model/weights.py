@@ -56,9 +56,18 @@ class Checkpoint:
             raise ConfigError(f"{name} has shape {tuple(stored.shape)}, the config wants {shape}")
         if stored.dtype != torch.float8_e4m3fn:
             return stored.to(dtype)
+        return dequantise_blocks(stored, self._scales(name, shape)).to(dtype)
+
+    def _scales(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name + _SCALE_SUFFIX not in self:
             raise ConfigError(f"{name} is float8 but {name + _SCALE_SUFFIX} is missing")
-        return dequantise_blocks(stored, self._read(name + _SCALE_SUFFIX)).to(dtype)
+        scales = self._read(name + _SCALE_SUFFIX)
+        blocks = tuple(-(-size // _FP8_BLOCK) for size in shape)
+        if tuple(scales.shape) != blocks:
+            raise ConfigError(
+                f"{name} of shape {shape} wants {blocks} scales, not {tuple(scales.shape)}"
+            )
+        return scales
 
     def _read(self, name: str) -> torch.Tensor:
         shard = self._shard_of.get(name)
@@ -83,11 +92,6 @@ def dequantise_blocks(
     rows).
     """
     rows, columns = weight.shape
-    blocks = (-(-rows // _FP8_BLOCK), -(-columns // _FP8_BLOCK))
-    if tuple(scale_inv.shape) != blocks:
-        raise ConfigError(
-            f"a {rows}x{columns} weight wants {blocks} scales, not {tuple(scale_inv.shape)}"
-        )
     scale = scale_inv.float().repeat_interleave(_FP8_BLOCK, 0)[:rows]
     return weight.float() * scale.repeat_interleave(_FP8_BLOCK, 1)[:, :columns]
 
@@ -121,9 +125,8 @@ def _tensor_table(directory: Path) -> dict[str, str]:
     single = directory / "model.safetensors"
     try:
         if index.exists():
-            table: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            return table
+            return dict(json.loads(index.read_text())["weight_map"])
         with safe_open(single, framework="pt") as shard:
             return dict.fromkeys(shard.keys(), single.name)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ConfigError(f"{directory} is not a safetensors checkpoint: {error}") from error
