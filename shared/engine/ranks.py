@@ -9,6 +9,7 @@ import ctypes
 import multiprocessing
 import os
 import pickle
+import secrets
 import signal
 import tempfile
 import time
@@ -97,15 +98,14 @@ async def start(settings: RankSettings) -> AsyncIterator[Ranks]:
     """
     config = load_config(settings.checkpoint)  # what is missing is told before anything is loaded
     members: list[_Member] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="farspan-ranks-") as folder,
-        ThreadPoolExecutor(1, thread_name_prefix="prefill-step") as thread,
-    ):
+    # A file that gloo makes: unlike a store on TCP it listens nowhere.
+    rendezvous = Path(tempfile.gettempdir()) / f"farspan-ranks-{secrets.token_hex(8)}"
+    with ThreadPoolExecutor(1, thread_name_prefix="prefill-step") as thread:
         try:
             for rank in range(settings.num_ranks):
                 # On the loop's thread, which lives as long as the process: the kernel kills a rank
                 # with the thread that started it.
-                members.append(_Member(settings, rank, Path(folder) / "rendezvous"))
+                members.append(_Member(settings, rank, rendezvous))
             loop = asyncio.get_running_loop()
             ready = await loop.run_in_executor(thread, _one_of_each, members)
             for each in ready:
@@ -114,6 +114,7 @@ async def start(settings: RankSettings) -> AsyncIterator[Ranks]:
             yield Ranks(config, members, ready, thread)
         finally:
             await asyncio.to_thread(_stop, members)
+            rendezvous.unlink(missing_ok=True)
 
 
 class _Member:
