@@ -1,5 +1,8 @@
 """Decode through the tiers gives the aggregated engine's tokens and bytes, wherever rows lie."""
 
+from dataclasses import dataclass
+from functools import cache
+
 import pytest
 import torch
 
@@ -13,11 +16,14 @@ from shared.engine.decode_engine import (
 from shared.engine.kv.host_tier import TieredSequence
 from shared.engine.kv.layout import BLOCK_TOKENS
 from shared.engine.kv.residency import ResidencyMode
-from shared.engine.step import Sampling
+from shared.engine.kv.tier_pools import TierPools
+from shared.engine.step import Sampled, Sampling
 from shared.errors import ConfigError
 from tests import demo
 
 NUM_NEW = 24
+FORMATS = ["fp32", "fp8_ds_mla"]
+RESIDENCIES = ["all-resident", "mixed", "all-host"]
 
 
 def settings(kv_format: str, residency: str, device_pool_mib: int = 24) -> DecodeEngineSettings:
@@ -32,79 +38,137 @@ def settings(kv_format: str, residency: str, device_pool_mib: int = 24) -> Decod
     )
 
 
-def import_blocks(
-    engine: DecodeEngine, source: demo.Reference, num_tokens: int, blocks: list[int]
-) -> None:
-    """What a handoff does, without one: prompt rows to the host tier, keys to the index pages."""
-    pools = engine.tier.pools
-    for page in range(-(-num_tokens // BLOCK_TOKENS)):
-        rows = slice(blocks[page] * BLOCK_TOKENS, (blocks[page] + 1) * BLOCK_TOKENS)
-        pools.host_rows[:, rows] = source.pool.rows[page]
-        pools.index_pages[:, blocks[page]] = source.pool.index_pages[page]
+@dataclass(frozen=True)
+class Prompt:
+    """What the aggregated engine makes of a part of the text."""
+
+    token_ids: list[int]
+    source: demo.Reference  # its pool holds the prompt only, as prefill hands it over
+    first: Sampled
+    whole: demo.Reference  # its pool holds the answer too
+    answer: list[int]
+
+
+@cache
+def prompts(kv_format: str) -> list[Prompt]:
+    """Longer than what stays whole, shorter than a page, and between."""
+    made = []
+    for part in (slice(0, 700), slice(900, 963), slice(1000, 1340)):
+        token_ids = list(demo.text_tokens()[part])
+        source = demo.reference(len(token_ids), kv_format)
+        first = source.prefill(token_ids, 512, Sampling())
+        whole = demo.reference(len(token_ids) + NUM_NEW, kv_format)
+        answer, _ = whole.generate(token_ids, NUM_NEW)
+        made.append(Prompt(token_ids, source, first, whole, answer))
+    return made
 
 
 class Running:
     """One sequence that decodes greedily."""
 
-    def __init__(self, engine: DecodeEngine, prompt: list[int], kv_format: str, blocks: range):
-        self.reference = demo.reference(len(prompt) + NUM_NEW, kv_format)
-        self.expected, first = self.reference.generate(prompt, NUM_NEW)
+    def __init__(self, engine: DecodeEngine, prompt: Prompt, blocks: range) -> None:
+        self.prompt = prompt
         self.blocks = list(blocks)
         self.sequence: TieredSequence = engine.tier.open(self.blocks)
-        source = demo.reference(len(prompt), kv_format)
-        source.prefill(prompt, 512, Sampling())
-        import_blocks(engine, source, len(prompt), self.blocks)
-        self.tokens = [first.token_id]
-        self.prompt = prompt
-        self.hidden = hidden_from_bytes(first.last_hidden, engine.config.hidden_size)
+        self._import(engine.tier.pools)
+        self.tokens = [prompt.first.token_id]
+        self.hidden = hidden_from_bytes(prompt.first.last_hidden, engine.config.hidden_size)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self.prompt.token_ids) + len(self.tokens) - 1
 
     def row(self) -> DecodeRow:
-        position = len(self.prompt) + len(self.tokens) - 1
-        return DecodeRow(self.sequence, self.tokens[-1], position, self.hidden, Sampling())
+        return DecodeRow(self.sequence, self.tokens[-1], self.num_cached, self.hidden, Sampling())
+
+    def kv(self, pools: TierPools) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of all layers, and index pages of all owners, as bytes."""
+        num_pages = -(-self.num_cached // BLOCK_TOKENS)
+        pages = pools.host_rows.unflatten(1, (-1, BLOCK_TOKENS))[:, self.blocks[:num_pages]]
+        return (
+            pages.flatten(1, 2)[:, : self.num_cached].clone(),
+            pools.index_pages[:, self.blocks[:num_pages]].clone(),
+        )
+
+    def _import(self, pools: TierPools) -> None:
+        """What a handoff does, without one."""
+        source = self.prompt.source.pool
+        host_pages = pools.host_rows.unflatten(1, (-1, BLOCK_TOKENS))
+        for page in range(len(source.rows)):
+            host_pages[:, self.blocks[page]] = source.rows[page]
+            pools.index_pages[:, self.blocks[page]] = source.index_pages[page]
 
 
-@pytest.mark.parametrize("residency", ["all-resident", "mixed", "all-host"])
-@pytest.mark.parametrize("kv_format", ["fp32", "fp8_ds_mla"])
-def test_decode_gives_the_aggregated_engines_tokens_and_kv(kv_format: str, residency: str) -> None:
-    """Residency changes where rows lie, never a token, nor a byte of the MTP layer's KV."""
-    engine = open_decode_engine(settings(kv_format, residency))
-    text = demo.text_tokens()
-    prompts = [list(text[:700]), list(text[900:963]), list(text[1000:1340])]
+@dataclass(frozen=True)
+class Decoded:
+    """What a batch left behind."""
+
+    tokens: list[list[int]]
+    hidden: list[torch.Tensor]
+    kv: list[tuple[torch.Tensor, torch.Tensor]]  # of each sequence
+    num_misses: int
+
+
+@cache
+def decoded(kv_format: str, residency: str) -> Decoded:
+    """All prompts in one batch, NUM_NEW tokens each."""
+    # 23 device pages: all 20 fit, but leave less than `mixed` wants free.
+    device_pool_mib = {"fp32": 24, "fp8_ds_mla": 7}[kv_format]
+    engine = open_decode_engine(settings(kv_format, residency, device_pool_mib))
     running = [
-        Running(engine, prompt, kv_format, range(20 * i, 20 * i + 12))
-        for i, prompt in enumerate(prompts)
+        Running(engine, prompt, range(20 * i, 20 * i + 12))
+        for i, prompt in enumerate(prompts(kv_format))
     ]
-
     for _ in range(NUM_NEW - 1):
         outputs = engine.step([sequence.row() for sequence in running])
         for sequence, output in zip(running, outputs, strict=True):
             sequence.tokens.append(output.token_id)
             sequence.hidden = output.hidden
-
-    for sequence in running:
-        assert sequence.tokens == sequence.expected
-        assert_same_kv(engine, sequence, kv_format)
+    result = Decoded(
+        tokens=[sequence.tokens for sequence in running],
+        hidden=[sequence.hidden for sequence in running],
+        kv=[sequence.kv(engine.tier.pools) for sequence in running],
+        num_misses=sum(counters.misses for counters in engine.tier.counters),
+    )
     for sequence in running:
         engine.tier.close(sequence.sequence)
     engine.tier.check_integrity()
+    return result
 
 
-def assert_same_kv(engine: DecodeEngine, running: Running, kv_format: str) -> None:
-    num_tokens = len(running.prompt) + NUM_NEW - 1
-    pages = -(-num_tokens // BLOCK_TOKENS)
-    rows = torch.cat(
-        [
-            engine.tier.pools.host_rows[:, block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
-            for block in running.blocks[:pages]
-        ],
-        1,
-    )[:, :num_tokens]
-    expected = running.reference.pool.rows[:pages].transpose(0, 1).flatten(1, 2)[:, :num_tokens]
-    decode = running.reference.kv_format.decode_rows
+@pytest.mark.parametrize("residency", RESIDENCIES)
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_decode_gives_the_aggregated_engines_tokens_and_kv(kv_format: str, residency: str) -> None:
+    """Residency changes where rows lie, never a token, nor a row of the MTP layer's KV."""
+    result = decoded(kv_format, residency)
+
+    for prompt, tokens, kv in zip(prompts(kv_format), result.tokens, result.kv, strict=True):
+        assert tokens == prompt.answer
+        assert_same_rows(prompt.whole, kv[0])
+
+
+def assert_same_rows(whole: demo.Reference, rows: torch.Tensor) -> None:
+    expected = whole.pool.rows.transpose(0, 1).flatten(1, 2)[:, : rows.shape[1]]
+    decode = whole.kv_format.decode_rows
     # fp32: batch shape moves the rounding. fp8: a rounding may step to the next e4m3 value (1/8).
-    tolerance = 1e-4 if kv_format == "fp32" else 0.13
+    tolerance = 1e-4 if whole.kv_format.name == "fp32" else 0.13
     difference = (decode(rows) - decode(expected)).abs()
     assert float((difference / (decode(expected).abs() + 1.0)).max()) < tolerance
+
+
+@pytest.mark.parametrize("residency", ["mixed", "all-host"])
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_residency_changes_no_bit(kv_format: str, residency: str) -> None:
+    """The same batch: rows come from elsewhere, yet every token, hidden state and byte is equal."""
+    expected, result = decoded(kv_format, "all-resident"), decoded(kv_format, residency)
+
+    assert expected.num_misses == 0 < result.num_misses
+    assert result.tokens == expected.tokens
+    for hidden, wanted in zip(result.hidden, expected.hidden, strict=True):
+        assert torch.equal(hidden, wanted)
+    for (rows, pages), (wanted_rows, wanted_pages) in zip(result.kv, expected.kv, strict=True):
+        assert torch.equal(rows, wanted_rows)
+        assert torch.equal(pages, wanted_pages)
 
 
 def test_pools_too_small_for_one_page_are_refused() -> None:
