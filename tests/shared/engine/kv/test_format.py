@@ -9,6 +9,7 @@ import torch
 
 from shared.engine.kv.format import (
     Fp8Format,
+    e4m3_values,
     make_format,
     page_geometry,
     power_of_two_scale,
@@ -55,6 +56,15 @@ def test_sizes_of_the_released_model_are_the_published_ones() -> None:
     assert page_geometry(fp8).page_bytes == 8448
     assert per_token == 54_728
     assert 53.4 < per_token * 2**20 / 2**30 < 53.5
+
+
+def test_every_code_has_its_defined_value() -> None:
+    """All 254 finite e4m3 codes, subnormals and both zeros included."""
+    codes = [code for code in range(256) if code & 127 != 127]
+
+    values = e4m3_values(torch.tensor(codes, dtype=torch.uint8))
+
+    assert values.tolist() == [e4m3_value(code) for code in codes]
 
 
 def test_a_row_is_values_then_scales_then_rope() -> None:
