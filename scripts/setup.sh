@@ -19,6 +19,14 @@ command -v "$python" >/dev/null || fail "$python is not installed; Farspan needs
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "$("$python" --version) is too old: Farspan needs 3.11 or newer (choose one with PYTHON=/path/to/python)"
 
+# Debian's python3 comes without venv; root can add it, anybody else is told how.
+make_venv() {
+    "$python" -m venv "$venv" && return
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 1
+    say "installing python3-venv"
+    apt-get update -q && apt-get install -q -y python3-venv && "$python" -m venv --clear "$venv"
+}
+
 wanted=$("$python" scripts/dependencies.py hash)
 if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$wanted" ]; then
     exit 0
@@ -27,7 +35,7 @@ fi
 started=$(date +%s)
 if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
     say "creating $venv with $("$python" --version)"
-    "$python" -m venv "$venv" || fail "cannot create $venv; on Debian and Ubuntu: apt install python3-venv"
+    make_venv || fail "cannot create $venv; on Debian and Ubuntu: apt install python3-venv"
 fi
 
 # The pin of torch is named beside the extra: an open requirement resolves to a CUDA build of several GB.
