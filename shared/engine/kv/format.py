@@ -112,7 +112,10 @@ def page_geometry(kv_format: KvFormat) -> PageGeometry:
 
 def power_of_two_scale(amax: torch.Tensor) -> torch.Tensor:
     """The smallest power of two that brings amax within e4m3's range."""
-    return torch.exp2(torch.ceil(torch.log2(amax.clamp_min(_MIN_AMAX) / _E4M3_MAX)))
+    ratio = amax.clamp_min(_MIN_AMAX) / _E4M3_MAX
+    # Exact on every device; a rounded logarithm is one too low just past a power of two.
+    fraction = torch.frexp(ratio).mantissa  # in [0.5, 1)
+    return torch.where(fraction == 0.5, ratio, ratio / fraction)
 
 
 def quantise_tiles(
