@@ -6,6 +6,9 @@ import struct
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from shared.engine.kv.format import (
     Fp8Format,
@@ -16,6 +19,7 @@ from shared.engine.kv.format import (
 )
 from shared.engine.model.config import AttentionConfig
 from shared.errors import ConfigError
+from tests.oracles.slow_quantiser import Fp8Quantiser
 
 # The released model's attention (facts of its config.json).
 GLM = AttentionConfig(
@@ -44,6 +48,45 @@ def e4m3_value(code: int) -> float:
     sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
     value = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
     return -value if sign else value
+
+
+# Midpoints of neighbouring e4m3 numbers, their fp32 neighbours, and values around a scale's limit.
+HALVES = [(8 + m / 2) * 2.0**e for m in range(16) for e in (-13, -10, -9, -2, 3, 5)]
+LIMITS = [448.0 * 2.0**e for e in (-22, -21, -3, 0, 7, 20)]
+EDGES = [
+    float(value)
+    for edge in np.array([*HALVES, *LIMITS], np.float32)
+    for value in (edge, np.nextafter(edge, np.float32(0)), np.nextafter(edge, np.float32(1e9)))
+]
+values = st.one_of(
+    st.just(0.0), st.just(-0.0), st.sampled_from(EDGES), st.floats(-(2.0**30), 2.0**30, width=32)
+)
+
+
+@given(some=st.lists(values, min_size=1, max_size=40), spread=st.integers(1, 128))
+@hypothesis_settings(deadline=None, max_examples=150)
+def test_any_row_and_key_is_written_as_the_definition_says(some: list[float], spread: int) -> None:
+    """Ties, subnormals, both zeros, and maxima at the limit of a scale, byte for byte."""
+    fp8, slow = Fp8Format(GLM), Fp8Quantiser(512)
+    latent = torch.zeros(576)
+    places = torch.arange(len(some)) * spread % 576
+    latent[places] = torch.tensor(some)
+
+    row = fp8.encode_rows(latent[None])[0].numpy().tobytes()
+    key = fp8.encode_keys(latent[None, :128])[0].numpy().tobytes()
+
+    assert row == slow.encode_row(latent.double().numpy())
+    assert key == b"".join(slow.encode_key(latent[:128].double().numpy()))
+
+
+@pytest.mark.parametrize("exponent", range(-21, 40))
+def test_a_scale_grows_just_past_its_limit(exponent: int) -> None:
+    """448 times a power of two still fits; the next fp32 number does not."""
+    limit = torch.tensor(448.0 * 2.0**exponent)
+    above = torch.nextafter(limit, torch.tensor(torch.inf))
+
+    assert power_of_two_scale(limit) == 2.0**exponent
+    assert power_of_two_scale(above) == 2.0 ** (exponent + 1)
 
 
 def test_sizes_of_the_released_model_are_the_published_ones() -> None:

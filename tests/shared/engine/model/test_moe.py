@@ -43,7 +43,7 @@ def rows(count: int) -> torch.Tensor:
 
 
 class Ranks(RankGroup):
-    """One of `size` ranks whose collectives are played back: what the others would have sent."""
+    """One of `size` ranks; what the others send is played back, and what it sends is checked."""
 
     def __init__(self, rank: int, size: int, gathered: list[torch.Tensor] | None = None) -> None:
         super().__init__(rank, size)
@@ -51,7 +51,9 @@ class Ranks(RankGroup):
         self.summed: list[torch.Tensor] = []
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.gathered.pop(0)
+        everyone = self.gathered.pop(0)
+        assert torch.equal(tensor, everyone.chunk(self.size)[self.rank])
+        return everyone
 
     def sum_to_owner(self, tensor: torch.Tensor) -> torch.Tensor:
         self.summed.append(tensor.clone())
