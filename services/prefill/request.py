@@ -49,6 +49,8 @@ class Request:
         self._handoff = Handoff(around.bus, around.source, submit, around.clock)
         self._interrupted: asyncio.Future[FarspanError] = asyncio.get_running_loop().create_future()
         self._token_ids: list[int] = []  # sent to the gateway
+        # From now on, not from the life's first turn: a step may begin before that.
+        self._queueing = telemetry.start("prefill.queue", num_tokens=work.num_tokens)
 
     async def run(self) -> pb.End | None:
         """Return when its blocks are free: how it ended, or None if that is decode's to say."""
@@ -115,15 +117,16 @@ class Request:
         finally:
             living.cancel()
             await asyncio.gather(living, return_exceptions=True)
+            self._queueing.end()
         if self._handoff.is_handed_over:
             return None
         logger.info("%s ends: %s", self.submit.request_id, failure.message)
         return pb.End(reason=pb.FINISH_REASON_FAILED, failure=failure, usage=self._usage())
 
     async def _live(self) -> pb.End | None:
-        with telemetry.span("prefill.queue", num_tokens=self._work.num_tokens) as span:
-            allocation = await self._work.admitted
-            span.set(num_hit_tokens=allocation.hit_tokens)
+        allocation = await self._work.admitted
+        self._queueing.set(num_hit_tokens=allocation.hit_tokens)
+        self._queueing.end()
         if self.submit.sampling.max_new_tokens == 1:
             return await self._first_token()
         try:

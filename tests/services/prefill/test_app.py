@@ -167,6 +167,8 @@ async def test_a_request_is_one_trace(nats_url: str, tmp_path: Path) -> None:
 
     spans = [json.loads(line) for line in trace_file.read_text().splitlines()]
     (root,) = [span for span in spans if span["name"] == "gateway.submit"]
+    begun_ns = {span["name"]: span["start_ns"] for span in reversed(spans)}
+    assert begun_ns["prefill.queue"] < begun_ns["prefill.chunk"]
     children = [span["name"] for span in spans if span["parent_id"] == root["span_id"]]
     assert sorted(set(children)) == [
         "handoff.done",
