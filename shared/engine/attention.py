@@ -36,7 +36,8 @@ def select_positions(
             chosen[part] = _pad(_all_positions(limits[part], first, visible), width)
             continue
         scores = index_scores(query[part], weights[part], keys[:visible], per_head)
-        chosen[part] = _pad(_top_allowed(scores, limits[part], first, min(width, visible)), width)
+        best = best_positions(scores, limits[part], first, min(width, visible))
+        chosen[part] = _pad(best, width)
     return chosen
 
 
@@ -63,9 +64,13 @@ def _all_positions(limits: torch.Tensor, first: int, num_keys: int) -> torch.Ten
     return torch.where(positions <= limits[:, None], positions, -1)
 
 
-def _top_allowed(
-    scores: torch.Tensor, limits: torch.Tensor, first: int, width: int
-) -> torch.Tensor:
+def best_positions(
+    scores: torch.Tensor,  # [n, num_keys] fp32, changed in place
+    limits: torch.Tensor,  # [n] int64: query i may choose positions first..limits[i]
+    first: int,
+    width: int,
+) -> torch.Tensor:  # [n, width] int64 ascending, -1 = none
+    """The best allowed positions of each query; equal scores go to the lower position."""
     positions = torch.arange(scores.shape[1])
     scores[:, :first] = -torch.inf
     scores.masked_fill_(positions > limits[:, None], -torch.inf)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.engine.attention import attend_gathered, select_positions
+from shared.engine.attention import attend_gathered, best_positions
 from shared.engine.kv.fetch_plan import FetchPlan
 from shared.engine.kv.format import KvFormat, page_geometry
 from shared.engine.kv.host_tier import HostTier, TieredSequence
@@ -51,6 +51,7 @@ class DecodeKv:
         }
         slots = [tier.write_slots(row.sequence, row.position, row.position + 1) for row in rows]
         self._slots = _join(slots)
+        self._positions = torch.tensor([row.position for row in rows])
         self._row_ids = torch.empty(0)  # [n, width] int64 of the current group, -1 = none
         self._plans: list[FetchPlan] = []
 
@@ -78,37 +79,44 @@ class DecodeKv:
         )
 
     def _resolve(self, layer: int, queries: Queries) -> None:
-        group, row_ids = self._group_of[layer], []
-        self._plans = []
-        for number, row in enumerate(self._rows):
-            chosen = self._choose(layer, number, queries)
-            resolved = self._tier.resolve(row.sequence, group, chosen)
-            row_ids.append(resolved.row_ids)
-            self._plans.append(resolved.plan)
-        width = max(ids.shape[1] for ids in row_ids)
-        self._row_ids = torch.full((len(row_ids), width), -1)
-        for number, ids in enumerate(row_ids):
-            self._row_ids[number, : ids.shape[1]] = ids[0]
+        group = self._group_of[layer]
+        chosen = self._choose(layer, queries)
+        resolved = [
+            self._tier.resolve(row.sequence, group, chosen[number : number + 1])
+            for number, row in enumerate(self._rows)
+        ]
+        self._row_ids = torch.cat([rows.row_ids for rows in resolved])
+        self._plans = [rows.plan for rows in resolved]
 
-    def _choose(
-        self, layer: int, number: int, queries: Queries
-    ) -> torch.Tensor:  # [1, width] int64
-        row, first = self._rows[number], self._first_position
-        num_keys = row.position + 1
-        if num_keys - first <= self._attention.index_topk:
-            return torch.arange(first, num_keys).unsqueeze(0)
+    def _choose(self, layer: int, queries: Queries) -> torch.Tensor:  # [n, width] int64, -1 = none
+        """Each row's positions: all of them while they are at most top-k, else the best."""
+        longest = max(row.position for row in self._rows) + 1
+        width = min(self._attention.index_topk, longest)
+        places = torch.arange(self._first_position, self._first_position + width)
+        chosen = torch.where(places <= self._positions[:, None], places, -1)
+        long = [n for n, row in enumerate(self._rows) if self._has_choice(row)]
+        if long:
+            scores = torch.full((len(long), longest), -torch.inf)
+            for place, number in enumerate(long):
+                self._score(layer, number, queries, scores[place])
+            chosen[long] = best_positions(
+                scores, self._positions[long], self._first_position, width
+            )
+        return chosen
+
+    def _has_choice(self, row: QueryRow) -> bool:
+        return row.position + 1 - self._first_position > self._attention.index_topk
+
+    def _score(self, layer: int, number: int, queries: Queries, out: torch.Tensor) -> None:
+        """Scores of one row's keys into the beginning of `out`."""
         assert queries.index_query is not None and queries.index_weights is not None
-        blocks = row.sequence.blocks[: -(-num_keys // BLOCK_TOKENS)]
-        pages = self._tier.pools.index_pages[self._index_ordinal[layer]][torch.from_numpy(blocks)]
+        row = self._rows[number]
+        num_keys = row.position + 1
+        blocks = torch.from_numpy(row.sequence.blocks[: -(-num_keys // BLOCK_TOKENS)])
+        pages = self._tier.pools.index_pages[self._index_ordinal[layer]].index_select(0, blocks)
         keys = self._format.decode_keys(self._geometry.records(pages)[:num_keys])
-        return select_positions(
-            self._format.round_query(queries.index_query[number : number + 1]),
-            queries.index_weights[number : number + 1],
-            keys,
-            torch.tensor([row.position]),
-            first,
-            self._attention.index_topk,
-        )
+        query = self._format.round_query(queries.index_query[number])
+        out[:num_keys] = queries.index_weights[number] @ (query @ keys.T).relu_()
 
 
 def _join(slots: Sequence[WriteSlots]) -> WriteSlots:
