@@ -62,7 +62,8 @@ class Generation:
         self._suspects: list[pb.WorkerRef] = []  # full, or said to be gone; better avoided
         self._failure: FarspanError | None = None  # why the last attempt ended
         self._patient_until_s = float("inf")
-        self._attempt = Attempt(line, job, 1, [])
+        self._number = 1  # of the attempt, whether it finds workers or not
+        self._attempt = Attempt(line, job, self._number, [])
 
     @property
     def usage(self) -> Usage:
@@ -166,8 +167,8 @@ class Generation:
         self._next_attempt()
 
     def _next_attempt(self) -> None:
-        number = self.num_attempts + 1
-        self._attempt = Attempt(self._line, self._job, number, self._received)
+        self._number += 1
+        self._attempt = Attempt(self._line, self._job, self._number, self._received)
 
     def _suspect_of(self, error: FarspanError) -> pb.WorkerRef | None:
         """Who is to be avoided after a worker ended the answer with this error."""

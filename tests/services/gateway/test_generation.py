@@ -137,6 +137,8 @@ async def test_a_doubtful_worker_is_better_than_none(stage: Stage) -> None:
 
     assert text_of(answer) == TEXT
     assert len(stage.fleet.submits) == 2
+    ids = [place.request_id for place in stage.fleet.places]
+    assert len(set(ids)) == len(ids) == 3  # an ended placement's id would be promised nothing
 
 
 async def test_a_full_worker_s_request_goes_to_another(stage: Stage) -> None:
