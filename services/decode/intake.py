@@ -10,7 +10,6 @@ import time
 from services.decode import offers
 from services.decode.life import Life, Rank
 from services.decode.offers import Terms
-from services.decode.recent import Recent
 from services.decode.request import Request
 from services.decode.token_stream import TokenStream
 from services.decode.worker import Result
@@ -24,6 +23,7 @@ from shared.errors import (
     WorkerLost,
     from_failure,
 )
+from shared.recent import Recent
 
 _END_GRACE_S = 5.0  # for the ends of requests that a shutdown has stopped
 _FLOAT_BYTES = 4

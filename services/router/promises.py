@@ -13,6 +13,7 @@ from services.router.policy import Decision
 from services.router.view import Hit, Promised, Worker, WorkerKey, key_of
 from shared import farspan_pb2 as pb
 from shared.block_hash import HASH_BYTES
+from shared.recent import Recent
 
 # A submit arrives in milliseconds; a heartbeat this much later has counted it.
 _SETTLE_S = 0.25
@@ -34,12 +35,15 @@ class Promises:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._promises: dict[str, _Promise] = {}
+        self._ended = Recent()  # perhaps while they were being placed
 
     def __len__(self) -> int:
         return len(self._live())
 
     def make(self, request: pb.PlaceRequest, decision: Decision, lifetime_s: float) -> None:
-        """Keep what was decided; a request placed again, elsewhere, is kept once."""
+        """Keep what was decided, once, unless the request has ended meanwhile."""
+        if request.request_id in self._ended:
+            return
         now_s = self._clock()
         self._promises.pop(request.request_id, None)
         self._promises[request.request_id] = _Promise(
@@ -47,8 +51,9 @@ class Promises:
         )
 
     def end(self, request_id: str) -> None:
-        """Forget a request; one that is not known is ignored."""
-        self._promises.pop(request_id, None)
+        """Forget a request; one that is not known may still be on its way here."""
+        if self._promises.pop(request_id, None) is None:
+            self._ended.add(request_id)
 
     def applied(self, heard: Iterable[Heard]) -> list[Worker]:
         """The workers together with what was promised of them."""

@@ -60,6 +60,16 @@ def test_a_promise_counts_at_once_and_until_the_request_ends(
     assert promised(promises, decode("d0"), clock()) == Promised(num_requests=1, num_pages=20)
 
 
+def test_a_request_that_ends_while_it_is_placed_is_promised_nothing(
+    promises: Promises, clock: Clock
+) -> None:
+    """The client left during the prefix query: nobody would end the promise before its deadline."""
+    promises.end("a")
+    promises.make(request(request_id="a"), DECISION, 60)
+
+    assert promised(promises, decode("d0"), clock()) == Promised()
+
+
 def test_500_aborts_leave_nothing(promises: Promises, clock: Clock) -> None:
     """A count that only grows would turn all traffic away from a healthy worker (C1)."""
     for i in range(500):

@@ -1,6 +1,6 @@
 """Ids remembered for a while."""
 
-from services.decode.recent import Recent
+from shared.recent import Recent
 
 
 def test_the_oldest_is_forgotten_first() -> None:
