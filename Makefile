@@ -1,6 +1,7 @@
 # Every command there is. `make` lists them.
 BIN := .venv/bin
 ARGS ?=
+BENCHMARKS := cpu_engine passkeys
 
 .DEFAULT_GOAL := help
 .PHONY: help serve chat status setup setup-dev test check fmt proto bench clean
@@ -33,8 +34,8 @@ fmt: setup-dev  ## format, and fix what can be fixed
 proto: setup-dev  ## generate shared/farspan_pb2.py(i) from proto/farspan.proto
 	@$(BIN)/python -m grpc_tools.protoc -I shared=proto --python_out=. --pyi_out=. shared/farspan.proto
 
-bench: setup-dev  ## run every benchmark; results go to benchmarks/results
-	@set -e; for file in benchmarks/[a-z]*.py; do echo "$$file"; $(BIN)/python "$$file"; done
+bench: setup-dev  ## run every benchmark on an idle machine; results go to benchmarks/results
+	@set -e; for name in $(BENCHMARKS); do echo "$$name"; $(BIN)/python -m benchmarks.$$name; done
 
 setup:  ## create .venv with what serving needs
 	@scripts/setup.sh local

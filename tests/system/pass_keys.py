@@ -85,11 +85,11 @@ def _needles(chance: random.Random) -> list[tuple[str, Question]]:
 
 def _words(filler: Filler) -> Iterator[str]:
     """The filler once, word by word, each with the space or line ends before it."""
-    for text in [_GRASS] if filler == "repeated sentences" else _docstrings():
+    for text in [_GRASS] if filler == "repeated sentences" else docstrings():
         yield from re.findall(r"\s*\S+", text)
 
 
-def _docstrings() -> Iterator[str]:
+def docstrings() -> Iterator[str]:
     """Module and class docstrings of the standard library; ASCII, so that any cut is a text."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py")):
         tree = ast.parse(path.read_bytes())
