@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 
@@ -15,17 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from shared import farspan_pb2 as pb
 from shared.engine import ranks
-from shared.engine.rank_messages import RankSettings
-from shared.engine.ranks import RankLost, Ranks
+from shared.engine.ranks import RankLost
 from shared.engine.step import Chunk, PrefillStep, Sampling
-from shared.engine.transfer import Destination, KvImporter, PullRequest
 from shared.errors import ConfigError
 from tests import demo
+from tests.prompts_on_ranks import chunk_ends, running, settings, token_rows
 
-EPOCH = 1_700_000_000_000_000_000
-NUM_BLOCKS = 48
 LENGTH = 450
 SHARED = 256  # tokens of the prefix hit: whole effective blocks for up to four ranks
 
@@ -46,87 +40,8 @@ def expected(variant: int) -> tuple[int, torch.Tensor, torch.Tensor]:
     """First token, rows and index keys of one engine in one process, whole prompt in one step."""
     one = demo.reference(LENGTH)
     token_id = one.prefill(prompt(variant), LENGTH, Sampling()).token_id
-    return token_id, _flat(one.pool.rows), _flat(one.pool.index_pages)
-
-
-def _flat(pages: torch.Tensor) -> torch.Tensor:
-    """[layers, LENGTH, values] fp32 of block-major pages, or of [blocks, layers, page bytes]."""
-    rows = pages.unflatten(-1, (64, -1)) if pages.dim() == 3 else pages
-    return rows.transpose(0, 1).flatten(1, 2)[:, :LENGTH].contiguous().view(torch.float32)
-
-
-def settings(
-    num_ranks: int, interleave: int = 64, checkpoint: Path = demo.CHECKPOINT
-) -> RankSettings:
-    return RankSettings("p", EPOCH, checkpoint, "fp32", num_ranks, interleave, NUM_BLOCKS, 1)
-
-
-class Prompts:
-    """Runs prompts on ranks, handing out blocks one after another."""
-
-    def __init__(self, engine: Ranks, num_ranks: int) -> None:
-        self.engine = engine
-        self.block_tokens = 64 * num_ranks
-        self._interleave = engine.layout.interleave
-        self._next_block = 1
-        self._importer = KvImporter("test", engine.layout, staging_bytes=1 << 25, num_lanes=1)
-
-    def blocks(self, num_tokens: int) -> list[int]:
-        count = -(-num_tokens // self.block_tokens)
-        self._next_block += count
-        assert self._next_block <= NUM_BLOCKS
-        return [*range(self._next_block - count, self._next_block)][::-1]
-
-    async def compute(
-        self, ids: list[int], blocks: list[int], chunk_tokens: int, num_cached: int = 0
-    ) -> int:
-        """The first token; KV is in the ranks' pools then."""
-        fresh = tuple((block, 3) for block in blocks)
-        for begin in range(num_cached, len(ids), chunk_tokens):
-            end = min(begin + chunk_tokens, len(ids))
-            early = 1 if begin else 0
-            chunk = Chunk(
-                request_id="r",
-                token_ids=np.array(ids[begin - early : end], np.uint32),
-                first=begin - early,
-                num_recomputed=early,
-                block_ids=tuple(blocks[: -(-end // self.block_tokens)]),
-                sampling=Sampling() if end == len(ids) else None,
-            )
-            result = await self.engine.run(PrefillStep((chunk,), fresh))
-        return result.sampled["r"].token_id
-
-    async def read_back(self, blocks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and index keys in token order, as decode would pull them."""
-        layout, num_pages = self.engine.layout, -(-LENGTH // 64)
-        destination = Destination(
-            torch.empty(
-                (layout.num_mla_layers, num_pages, 64, layout.row_bytes), dtype=torch.uint8
-            ),
-            torch.empty(
-                (layout.num_index_layers, num_pages, layout.index_page_bytes), dtype=torch.uint8
-            ),
-            range(num_pages),
-        )
-        pull = PullRequest(
-            ranks=self.engine.regions,
-            blocks=[pb.BlockRef(block_id=block, generation=3) for block in blocks],
-            epoch=EPOCH,
-            interleave=self._interleave,
-            first_token=0,
-            last_token=LENGTH,
-            deadline_s=20.0,
-            destination=destination,
-        )
-        await asyncio.to_thread(self._importer.pull, pull)
-        pages = (destination.host_rows, destination.index_pages)
-        return _flat(pages[0].transpose(0, 1)), _flat(pages[1].transpose(0, 1))
-
-
-@asynccontextmanager
-async def running(num_ranks: int, interleave: int) -> AsyncIterator[Prompts]:
-    async with ranks.start(settings(num_ranks, interleave)) as engine:
-        yield Prompts(engine, num_ranks)
+    rows, keys = (token_rows(pages, LENGTH) for pages in (one.pool.rows, one.pool.index_pages))
+    return token_id, rows, keys
 
 
 @pytest.mark.parametrize(
@@ -153,10 +68,11 @@ async def test_ranks_compute_what_one_engine_computes(num_ranks: int, interleave
         for variant, blocks, chunk_tokens, num_cached in runs:
             token_id, rows, keys = expected(variant)
 
-            drawn = await prompts.compute(prompt(variant), blocks, chunk_tokens, num_cached)
-            found_rows, found_keys = await prompts.read_back(blocks)
+            ends = chunk_ends(num_cached, LENGTH, chunk_tokens)
+            drawn = await prompts.compute(prompt(variant), blocks, ends, num_cached)
+            found_rows, found_keys = await prompts.read_back(blocks, LENGTH)
 
-            assert drawn == token_id
+            assert drawn.token_id == token_id
             torch.testing.assert_close(found_rows, rows, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(found_keys, keys, rtol=1e-5, atol=1e-5)
 
