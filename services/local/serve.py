@@ -37,7 +37,7 @@ async def _run(options: Options) -> NoReturn:
 
 def _welcome(stack: Stack, model: str, elapsed_s: float) -> str:
     body = json.dumps(
-        {"model": model, "messages": [{"role": "user", "content": "What is a lighthouse?"}]}
+        {"model": model, "messages": [{"role": "user", "content": "What does river mean?"}]}
     )
     logs = "\n".join(f"  {name:<10} {stack.log(name)}" for name in stack.children)
     port = "" if stack.port == 8000 else f" --port {stack.port}"
