@@ -66,6 +66,7 @@ async def connect(url: str, name: str) -> AsyncIterator["Bus"]:
         place = urlsplit(url).netloc.rpartition("@")[2]  # without a password
         reason = watch.last_error or str(error) or "no answer"
         raise ConfigError(f"no NATS server at {place or url}: {reason}") from None
+    watch.is_started = True
     try:
         yield Bus(client)
     finally:
@@ -262,6 +263,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self.last_error = ""
+        self.is_started = False  # before that, `connect` tells what fails
         self.is_closing = False
 
     async def failed(self, error: Exception) -> None:
@@ -269,7 +271,8 @@ class _Watch:
             logger.error("a handler is too slow, a message on %s was dropped", error.subject)
         elif str(error) != self.last_error:
             self.last_error = str(error)
-            logger.warning("NATS: %s", error)
+            if self.is_started:
+                logger.warning("NATS: %s", error)
 
     async def disconnected(self) -> None:
         if not self.is_closing:
