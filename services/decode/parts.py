@@ -10,6 +10,7 @@ from shared.engine.kv.layout import BLOCK_TOKENS, Sharding
 from shared.engine.kv.residency import ResidencyMode
 from shared.engine.kv_landing import Landing
 from shared.engine.kv_layout import describe_layout
+from shared.engine.nixl_agent import require_nixl
 from shared.engine.transfer import KvImporter
 
 NUM_LANES = 4  # pulls at once; one loopback or RDMA link is full with fewer
@@ -27,6 +28,7 @@ class Parts:
 
 def open_parts(config: DecodeConfig) -> Parts:
     """Load and allocate everything; blocks for seconds. ConfigError for what does not fit."""
+    require_nixl()
     engine = open_decode_engine(
         DecodeEngineSettings(
             checkpoint=config.checkpoint,

@@ -32,6 +32,17 @@ _PEER_ERRORS = (
 )
 
 
+def require_nixl() -> None:
+    """Raise ConfigError where NIXL cannot be loaded; a worker asks before it reads a checkpoint."""
+    try:
+        import nixl_cu13
+        import nixl_cu13._bindings  # noqa: F401  # the part that needs shared libraries
+    except ImportError as error:
+        raise ConfigError(
+            f"KV moves over NIXL only, and nixl_cu13 cannot be imported: {error}"
+        ) from error
+
+
 class Read:
     """A posted read; its handle is kept until the end, since releasing it stops nothing."""
 
@@ -65,13 +76,10 @@ class NixlAgent:
 
     def __init__(self, owner: str) -> None:
         self.name = f"{owner}-{secrets.token_hex(8)}"
-        try:
-            import nixl_cu13._bindings as bindings
-            from nixl_cu13 import nixl_agent, nixl_agent_config, nixl_thread_sync_t
-        except ImportError as error:
-            raise ConfigError(
-                f"KV moves over NIXL only, and nixl_cu13 cannot be imported: {error}"
-            ) from error
+        require_nixl()
+        import nixl_cu13._bindings as bindings
+        from nixl_cu13 import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+
         logging.getLogger("nixl").setLevel(logging.WARNING)  # its INFO lines go to stdout
         self.peer_errors: tuple[type[Exception], ...] = tuple(
             getattr(bindings, name) for name in _PEER_ERRORS

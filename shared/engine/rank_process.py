@@ -27,6 +27,7 @@ from shared.engine.kv_layout import describe_layout
 from shared.engine.model.config import load_config
 from shared.engine.model.loading import load_weights
 from shared.engine.model.transformer import Transformer
+from shared.engine.nixl_agent import require_nixl
 from shared.engine.prefill_engine import PrefillEngine
 from shared.engine.prefill_kv import KvContext
 from shared.engine.rank_messages import RankReady, RankRefused, RankReply, RankSettings
@@ -74,6 +75,7 @@ def _group(settings: RankSettings, rank: int, rendezvous: Path) -> Iterator[Rank
 
 
 def _load(settings: RankSettings, group: RankGroup) -> tuple[PrefillEngine, KvExporter, RankReady]:
+    require_nixl()
     config = load_config(settings.checkpoint)
     kv_format = make_format(settings.kv_format, config.attention)
     try:
