@@ -1,0 +1,194 @@
+"""The command line as a person uses it: `farspan serve`, `chat` and `status`, with real workers."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from services.local.servers import free_port
+from services.local.stack import run_folder
+from tests import demo
+
+START_S = 60.0
+SHARED_MEMORY = Path("/dev/shm")
+SERVICES = ("gateway", "router", "kv_index", "prefill-0", "decode-0")
+
+
+def farspan(*arguments: str, **options: object) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "services.local", *arguments],
+        cwd=demo.CHECKPOINT.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+class Served:
+    """A running `farspan serve`; its processes are known by the temporary folder they were given"""
+
+    def __init__(self, port: int, temporary: Path) -> None:
+        self.port = port
+        self.temporary = temporary
+        self.shown = ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "services.local", "serve", "--port", str(port)],
+            cwd=demo.CHECKPOINT.parents[1],
+            env={**os.environ, "TMPDIR": str(temporary)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def until_welcome(self) -> None:
+        """Read what is shown until there is nothing more to wait for."""
+        assert self.process.stdout is not None
+        deadline_s = time.monotonic() + START_S
+        while "Logs:" not in self.shown:
+            line = self.process.stdout.readline()
+            assert line and time.monotonic() < deadline_s, self.shown
+            self.shown += line
+        for _ in range(len(SERVICES) + 2):
+            self.shown += self.process.stdout.readline()
+
+    def processes(self) -> dict[int, str]:
+        """Everything that descends from the command and runs, with its command line."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                environ = (folder / "environ").read_bytes().split(b"\0")
+                command = (folder / "cmdline").read_bytes()
+            except OSError:  # ended meanwhile, or another user's
+                continue
+            if f"TMPDIR={self.temporary}".encode() in environ:
+                found[int(folder.name)] = command.replace(b"\0", b" ").decode()
+        return found
+
+    def until_gone(self) -> None:
+        deadline_s = time.monotonic() + 20
+        while left := self.processes():
+            assert time.monotonic() < deadline_s, f"left over: {left}"
+            time.sleep(0.05)
+
+
+@contextmanager
+def serving(temporary: Path) -> Iterator[Served]:
+    """A stack that was started on the command line and has said that it serves."""
+    served = Served(free_port(), temporary)
+    try:
+        with served.process:
+            try:
+                served.until_welcome()
+                yield served
+            finally:
+                served.process.kill()
+    finally:
+        served.until_gone()
+        shutil.rmtree(run_folder(served.port), ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One for the tests that leave it running."""
+    with serving(tmp_path_factory.mktemp("serve")) as running:
+        yield running
+
+
+def left_behind(served: Served, before: set[str]) -> list[str]:
+    """Sockets, temporary files and shared memory of a stack that has ended."""
+    files = [str(path) for path in served.temporary.rglob("*")]
+    sockets = [str(path) for path in run_folder(served.port).rglob("*") if path.is_socket()]
+    return [*files, *sockets, *(set(os.listdir(SHARED_MEMORY)) - before)]
+
+
+def test_what_is_shown_can_be_used_as_it_is(served: Served) -> None:
+    """The URL, a curl that answers sensibly, and every log."""
+    assert f"Serving demo-fp8 at http://127.0.0.1:{served.port}/v1" in served.shown
+    (curl,) = re.findall(r"^  (curl .*\n.*)$", served.shown, re.MULTILINE)
+    logs = dict(re.findall(r"^  (\S+) +(/\S+\.log)$", served.shown, re.MULTILINE))
+
+    answer = subprocess.run(
+        ["sh", "-c", curl], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+
+    assert '"content":"river (noun): ' in answer
+    assert '"finish_reason":"stop"' in answer
+    assert set(logs) == {"nats", "redis", *SERVICES}
+    assert all(Path(path).is_file() for path in logs.values())
+
+
+def test_a_chat_over_a_pipe_is_answered(served: Served) -> None:
+    done = farspan("chat", "--port", str(served.port), input="What does river mean?\n")
+
+    assert done.stdout.startswith("river (noun): ")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_status_shows_services_workers_and_pools(served: Served) -> None:
+    done = farspan("status", "--port", str(served.port))
+
+    assert done.returncode == 0
+    services, workers = done.stdout.split("\n\n")[1:3]
+    ready = [line.split()[0] for line in services.splitlines() if " ready " in line]
+    assert sorted(ready) == sorted(SERVICES)
+    assert "nats" in services and "redis" in services
+    header, *rows = workers.strip().splitlines()
+    assert "free blocks" in header
+    assert [row.split()[:2] for row in rows] == [["decode-0", "ready"], ["prefill-0", "ready"]]
+
+
+def test_a_taken_port_is_told_in_one_line(served: Served) -> None:
+    done = farspan("serve", "--port", str(served.port))
+
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"port {served.port}" in line and "--port" in line
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    """No process, no socket file, no temporary file, no shared memory; and it says so."""
+    before = set(os.listdir(SHARED_MEMORY))
+    with serving(tmp_path) as served:
+        assert len(served.processes()) >= 2 + len(SERVICES)
+        served.process.send_signal(signal.SIGINT)
+        shown, errors = served.process.communicate(timeout=60)
+
+        assert (served.process.returncode, errors) == (0, "")
+        assert shown.endswith("Stopped: no process is left.\n")
+        assert served.processes() == {}
+        assert left_behind(served, before) == []
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", served.port), timeout=1)
+
+
+def test_a_killed_command_leaves_no_process(tmp_path: Path) -> None:
+    """Not even the ranks, which are children of children."""
+    with serving(tmp_path) as served:
+        assert any("spawn_main" in command for command in served.processes().values())
+        served.process.kill()
+        served.process.wait()
+
+        served.until_gone()
+
+
+def test_a_killed_worker_stops_everything_and_its_last_words_are_shown(tmp_path: Path) -> None:
+    """Half a stack would take requests that nobody answers."""
+    with serving(tmp_path) as served:
+        (decode,) = [pid for pid, name in served.processes().items() if "services.decode" in name]
+        os.kill(decode, signal.SIGKILL)
+        _, errors = served.process.communicate(timeout=60)
+
+        assert served.process.returncode == 1
+        assert "farspan: decode-0 ended with status -9; the end of " in errors
+        assert "serving demo-fp8 as decode-0" in errors
+        assert served.processes() == {}
