@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 
 
-def write(name: str, figures: Mapping[str, float]) -> Path:
+def write(name: str, figures: Mapping[str, float], folder: Path = RESULTS) -> Path:
     """Write the result file and return where it is. A key says its unit, unless it is a ratio."""
     result = {
         "name": name,
@@ -24,12 +24,12 @@ def write(name: str, figures: Mapping[str, float]) -> Path:
         "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
         "figures": {key: _rounded(value) for key, value in figures.items()},
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     for key, value in result["figures"].items():
         print(f"{key:<36} {value:g}")
-    print(f"written to {path.relative_to(ROOT)}", flush=True)
+    print(f"written to {path}", flush=True)
     return path
 
 
