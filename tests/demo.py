@@ -91,11 +91,16 @@ class Reference:
         Equal to the answer and a stop token if and only if that is what the engine would write. The
         first num_cached tokens were computed by earlier calls.
         """
+        return self.answer_logits(prompt, answer, num_cached).argmax(-1).tolist()
+
+    def answer_logits(
+        self, prompt: list[int], answer: list[int], num_cached: int
+    ) -> torch.Tensor:  # [answer + 1, vocabulary]
+        """What `would_answer` decides by; at most the prompt may be cached."""
         step = PrefillStep(
             (self._make_chunk([*prompt, *answer], num_cached, len(prompt + answer)),)
         )
-        hidden = self.engine.hidden(step)[-len(answer) - 1 :]
-        return model().logits(hidden).argmax(-1).tolist()
+        return model().logits(self.engine.hidden(step)[-len(answer) - 1 :])
 
     def _chunk(
         self, tokens: list[int], done: int, end: int, sampling: Sampling | None
