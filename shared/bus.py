@@ -118,12 +118,18 @@ class Bus:
         name = subject.name(**ids)
         data = message.SerializeToString()
         try:
-            reply = await self._client.request(
-                name, data, timeout=timeout_s, headers=telemetry.inject()
-            )
+            # The client's own timeout is asyncio.wait_for, which before Python 3.12 loses a
+            # cancellation that comes together with the answer.
+            async with asyncio.timeout(timeout_s):
+                reply = await self._client.request(
+                    name,
+                    data,
+                    timeout=None,  # type: ignore[arg-type]  # handed to wait_for as it is
+                    headers=telemetry.inject(),
+                )
         except nats.errors.NoRespondersError:
             raise errors.NoAnswer(f"nobody listens on {name}") from None
-        except nats.errors.TimeoutError:
+        except TimeoutError:
             raise errors.NoAnswer(f"no answer on {name} within {timeout_s:g} s") from None
         except nats.errors.Error as error:
             raise _as_farspan(error, name, len(data)) from error

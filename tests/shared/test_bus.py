@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from nats.aio.msg import Msg
 
 from services.local.servers import free_port, nats_command
 from shared import farspan_pb2 as pb
@@ -46,6 +47,21 @@ async def test_messages_arrive_in_order_one_after_another(bus: Bus, peer: Bus) -
 
         assert await collect(seen, 50) == [str(i) for i in range(50)]
     assert seen.empty()
+
+
+async def test_a_cancellation_that_comes_with_the_answer_is_not_lost(bus: Bus) -> None:
+    """A task that was cancelled must end: whoever cancelled it waits for that."""
+    asking = asyncio.create_task(bus.request(subjects.PLACE, pb.PlaceRequest(), timeout_s=5))
+    async with asyncio.timeout(5):
+        while not bus._client._resp_map:  # noqa: ASYNC110  # no event to wait for
+            await asyncio.sleep(0)
+    (answer,) = bus._client._resp_map.values()
+
+    answer.set_result(Msg(bus._client))
+    asking.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await asking
 
 
 async def test_a_failing_or_unreadable_message_does_not_stop_the_next(
