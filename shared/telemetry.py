@@ -47,6 +47,10 @@ class Span:
         """Add attributes; those that are None are left out."""
         self._span.set_attributes(_present(attributes))
 
+    def fail(self) -> None:
+        """Mark it as failed, where no exception leaves its block to do so."""
+        self._span.set_status(trace.StatusCode.ERROR)
+
     def headers(self) -> dict[str, str]:
         """The W3C trace context that makes the receiver's spans children of this one."""
         return _headers(trace.set_span_in_context(self._span))

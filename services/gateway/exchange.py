@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 
 from starlette.datastructures import Headers
 
@@ -91,6 +92,8 @@ class Exchange:
         """Tell the client what went wrong, in the form its response has begun with."""
         failure = as_http(error)
         self._span.set(**{"error.type": str(failure.body["error"]["code"] or failure.status)})
+        if failure.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            self._span.fail()  # ours, not the client's
         logger.info("%s failed with %d: %s", self.request_id, failure.status, error)
         if self._response.is_ended:
             return

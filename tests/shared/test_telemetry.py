@@ -107,6 +107,15 @@ async def test_concurrent_requests_keep_their_own_context(tmp_path: Path) -> Non
         assert spans[f"r{i}.child"]["parent_id"] == spans[f"r{i}"]["span_id"]
 
 
+def test_a_failure_that_was_answered_marks_the_span_too(tmp_path: Path) -> None:
+    """No exception leaves the block of a request that was told what went wrong."""
+    path = tmp_path / "spans.jsonl"
+    with telemetry.configure("gateway", trace_file=path), telemetry.span("answered") as span:
+        span.fail()
+
+    assert spans_of(path)["answered"]["failed"]
+
+
 def test_an_exception_marks_the_span_as_failed(tmp_path: Path) -> None:
     path = tmp_path / "spans.jsonl"
     with (
