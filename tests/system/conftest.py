@@ -11,11 +11,17 @@ from services.local.plan import Options
 from services.local.stack import Stack
 
 
+def _report(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     """What `make serve` runs, on free ports, with FP8 weights and FP8 KV."""
     folder = tmp_path_factory.mktemp("stack")
-    async with Stack(Options(port=0, run_folder=folder), sys.stderr.write) as running:
+    settings = {"ROUTER_INDEX_TIMEOUT_S": "5"}  # a busy machine is no absent index
+    options = Options(port=0, run_folder=folder, settings=settings)
+    async with Stack(options, _report) as running:
         yield running
 
 
@@ -24,3 +30,20 @@ def client(stack: Stack) -> Iterator[openai.OpenAI]:
     """The official client, unchanged; a retry would hide a failure."""
     with openai.OpenAI(base_url=stack.base_url, api_key="none", max_retries=0) as made:
         yield made
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def small_stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """A stack with room for 2,048 tokens and steps of 128: requests wait, evict and are split."""
+    folder = tmp_path_factory.mktemp("small_stack")
+    settings = {
+        "PREFILL_NUM_BLOCKS": "32",
+        "PREFILL_CHUNK_TOKENS": "128",
+        "DECODE_HOST_POOL_MIB": "12",
+        "DECODE_DEVICE_POOL_MIB": "6",
+        "DECODE_INDEX_POOL_MIB": "2",
+        "DECODE_HOT_ROWS": "320",
+    }
+    options = Options(port=0, run_folder=folder, settings=settings)
+    async with Stack(options, _report) as running:
+        yield running
