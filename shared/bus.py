@@ -118,15 +118,9 @@ class Bus:
         name = subject.name(**ids)
         data = message.SerializeToString()
         try:
-            # The client's own timeout is asyncio.wait_for, which before Python 3.12 loses a
-            # cancellation that comes together with the answer.
+            # The client's own time limit loses a cancellation that comes with the answer.
             async with asyncio.timeout(timeout_s):
-                reply = await self._client.request(
-                    name,
-                    data,
-                    timeout=None,  # type: ignore[arg-type]  # handed to wait_for as it is
-                    headers=telemetry.inject(),
-                )
+                reply = await self._client.request(name, data, None, headers=telemetry.inject())  # type: ignore[arg-type]
         except nats.errors.NoRespondersError:
             raise errors.NoAnswer(f"nobody listens on {name}") from None
         except TimeoutError:
