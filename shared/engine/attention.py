@@ -115,23 +115,31 @@ def sparse_attention(
     for begin in range(0, query.shape[0], tile):
         part = slice(begin, begin + tile)
         places = chosen[part]
+        is_valid = places >= 0
+        is_full = bool(is_valid.all())  # past the first top-k positions nothing needs a mask
         gathered = buffer[: places.numel()]
-        torch.index_select(rows, 0, places.clamp_min(0).flatten(), out=gathered)
+        flat = (places if is_full else places.clamp_min(0)).flatten()
+        torch.index_select(rows, 0, flat, out=gathered)
         gathered = gathered.unflatten(0, places.shape)
-        out[part] = attend_gathered(query[part], gathered, places >= 0, value_dim, scale)
+        out[part] = attend_gathered(
+            query[part], gathered, None if is_full else is_valid, value_dim, scale
+        )
     return out
 
 
 def attend_gathered(
     query: torch.Tensor,  # [n, heads, latent_dim]
     gathered: torch.Tensor,  # [n, width, latent_dim]
-    is_valid: torch.Tensor,  # [n, width] bool
+    is_valid: torch.Tensor | None,  # [n, width] bool; None = all
     value_dim: int,
     scale: float,
 ) -> torch.Tensor:  # [n, heads, value_dim]
     """sparse_attention once the rows are gathered."""
-    scores = torch.bmm(query, gathered.transpose(1, 2)) * scale
+    scores = torch.bmm(query, gathered.transpose(1, 2)).mul_(scale)
+    values = gathered[..., :value_dim]
+    if is_valid is None:
+        return torch.bmm(torch.softmax(scores, -1), values)
     # A finite floor instead of -inf: a query with no position must give zeros, not NaN.
     scores.masked_fill_(~is_valid.unsqueeze(1), torch.finfo(scores.dtype).min)
     probabilities = torch.softmax(scores, -1).mul_(is_valid.unsqueeze(1))
-    return torch.bmm(probabilities, gathered[..., :value_dim])
+    return torch.bmm(probabilities, values)
