@@ -10,11 +10,11 @@ import torch
 
 from shared import farspan_pb2 as pb
 from shared.engine import ranks
+from shared.engine.handoff.importer import Destination, KvImporter, PullRequest
 from shared.engine.kv.layout import BLOCK_TOKENS
 from shared.engine.rank_messages import RankSettings
 from shared.engine.ranks import Ranks
 from shared.engine.step import BlockCopy, Chunk, PrefillStep, Sampled, Sampling
-from shared.engine.transfer import Destination, KvImporter, PullRequest
 from tests import demo
 
 EPOCH = 1_700_000_000_000_000_000

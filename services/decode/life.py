@@ -24,8 +24,8 @@ from shared import farspan_pb2 as pb
 from shared import subjects, telemetry
 from shared.block_hash import BLOCK_TOKENS
 from shared.bus import Bus
-from shared.engine.kv_landing import Landing
-from shared.engine.transfer import Destination, KvImporter, PullRequest
+from shared.engine.handoff.importer import Destination, KvImporter, PullRequest
+from shared.engine.handoff.landing import Landing
 from shared.errors import DeadlineExceeded, FarspanError, WorkerLost
 
 logger = logging.getLogger(__name__)

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from services.decode.config import DecodeConfig
 from shared import farspan_pb2 as pb
 from shared.engine.decode_engine import DecodeEngine, DecodeEngineSettings, open_decode_engine
+from shared.engine.handoff.agent import require_nixl
+from shared.engine.handoff.importer import KvImporter
+from shared.engine.handoff.landing import Landing
+from shared.engine.handoff.layout_message import describe_layout
 from shared.engine.kv.format import make_format
 from shared.engine.kv.layout import BLOCK_TOKENS, Sharding
 from shared.engine.kv.residency import ResidencyMode
-from shared.engine.kv_landing import Landing
-from shared.engine.kv_layout import describe_layout
-from shared.engine.nixl_agent import require_nixl
-from shared.engine.transfer import KvImporter
 
 NUM_LANES = 4  # pulls at once; one loopback or RDMA link is full with fewer
 

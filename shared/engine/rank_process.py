@@ -19,15 +19,15 @@ import torch.distributed as dist
 from shared import logs
 from shared.engine import compute_threads
 from shared.engine.comm import RankGroup
+from shared.engine.handoff.agent import require_nixl
+from shared.engine.handoff.exporter import KvExporter
+from shared.engine.handoff.layout_message import describe_layout
 from shared.engine.kv.format import make_format
 from shared.engine.kv.layout import Sharding
 from shared.engine.kv.pool import BlockPool
-from shared.engine.kv_exporter import KvExporter
-from shared.engine.kv_layout import describe_layout
 from shared.engine.model.config import load_config
 from shared.engine.model.loading import load_weights
 from shared.engine.model.transformer import Transformer
-from shared.engine.nixl_agent import require_nixl
 from shared.engine.prefill_engine import PrefillEngine
 from shared.engine.prefill_kv import KvContext
 from shared.engine.rank_messages import RankReady, RankRefused, RankReply, RankSettings

@@ -18,11 +18,11 @@ from shared import farspan_pb2 as pb
 from shared.block_hash import token_bytes, token_ids
 from shared.bus import Bus
 from shared.engine.comm import RankGroup
+from shared.engine.handoff.exporter import KvExporter
+from shared.engine.handoff.layout_message import describe_layout
 from shared.engine.kv.format import make_format
 from shared.engine.kv.layout import Sharding
 from shared.engine.kv.pool import BlockPool
-from shared.engine.kv_exporter import KvExporter
-from shared.engine.kv_layout import describe_layout
 from shared.engine.model.config import load_config
 from shared.engine.model.loading import load_weights
 from shared.engine.model.transformer import Transformer

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shared import farspan_pb2 as pb
+from shared.engine.handoff.agent import NixlAgent, Read
+from shared.engine.handoff.peers import WORD_BYTES, RankPeer, RankPeers
+from shared.engine.handoff.staging import Lane, allocate_slots
 from shared.engine.kv.layout import IntArray
-from shared.engine.nixl_agent import NixlAgent, Read
-from shared.engine.rank_peers import WORD_BYTES, RankPeer, RankPeers
-from shared.engine.staging import Lane, allocate_slots
 from shared.errors import WorkerLost
 
 _POLL_S = 0.0002  # 1 MiB over TCP takes 1.7 ms

@@ -14,7 +14,7 @@ from typing import Self
 import torch
 
 from shared import farspan_pb2 as pb
-from shared.engine.nixl_agent import NixlAgent
+from shared.engine.handoff.agent import NixlAgent
 
 _POLL_S = 0.001  # 3-6 % of a core; a read of 1 MiB takes 0.7 ms, so a longer wait would show
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.engine.handoff.relayout import Field, copy_page, index_fields, mla_fields, strips
 from shared.engine.kv.layout import BLOCK_TOKENS, Sharding
-from shared.engine.kv.relayout import Field, copy_page, index_fields, mla_fields, strips
 
 shardings = st.builds(Sharding, st.integers(1, 16), st.sampled_from([1, 2, 8, 64]))
 

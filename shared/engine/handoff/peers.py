@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from shared import farspan_pb2 as pb
+from shared.engine.handoff.agent import NixlAgent
 from shared.engine.kv.layout import IntArray
-from shared.engine.nixl_agent import NixlAgent
 from shared.errors import ConfigError, WorkerLost
 
 WORD_BYTES = 8  # an epoch or a generation

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shared import farspan_pb2 as pb
-from shared.engine.staging import Lanes, allocate_slots, slots_per_lane
+from shared.engine.handoff.staging import Lanes, allocate_slots, slots_per_lane
 from shared.errors import ConfigError, Overloaded
 
 LAYOUT = pb.KvLayout(num_mla_layers=2, row_bytes=10, num_index_layers=1, index_page_bytes=640)

@@ -5,8 +5,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.engine.handoff.pull_plan import owning_ranks, pieces
 from shared.engine.kv.layout import BLOCK_TOKENS, Sharding
-from shared.engine.kv.pull_plan import owning_ranks, pieces
 
 shardings = st.builds(Sharding, st.integers(1, 16), st.sampled_from([1, 8, 64]))
 ranges = st.tuples(st.integers(0, 40), st.integers(1, 3000)).map(

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from shared import farspan_pb2 as pb
-from shared.engine.kv_exporter import KvExporter
-from shared.engine.transfer import Destination, KvImporter, PullRequest
+from shared.engine.handoff.exporter import KvExporter
+from shared.engine.handoff.importer import Destination, KvImporter, PullRequest
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNET = 0x40000000

@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 
 from shared import farspan_pb2 as pb
-from shared.engine.block_reader import BlockReader, RankShare, ReadCounts
+from shared.engine.handoff.peers import RankPeer
+from shared.engine.handoff.pull_plan import Piece, pieces
+from shared.engine.handoff.reader import BlockReader, RankShare, ReadCounts
+from shared.engine.handoff.relayout import copy_page, index_fields, mla_fields, strips
+from shared.engine.handoff.staging import Lane, Lanes, slots_per_lane
 from shared.engine.kv.layout import BLOCK_TOKENS, IntArray, Sharding
-from shared.engine.kv.pull_plan import Piece, pieces
-from shared.engine.kv.relayout import copy_page, index_fields, mla_fields, strips
-from shared.engine.rank_peers import RankPeer
-from shared.engine.staging import Lane, Lanes, slots_per_lane
 from shared.errors import ConfigError, WorkerLost
 
 
