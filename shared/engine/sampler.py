@@ -46,5 +46,7 @@ def _draw(logits: torch.Tensor, sampling: Sampling) -> int:
 
 def uniform(seed: int, index: int) -> float:
     """The uniform number in [0, 1) of token `index` under `seed`."""
-    generator = np.random.Generator(np.random.Philox(key=[seed % 2**64, index]))
+    # uint64 by name: a list with a seed past 2**63 would go through float64 and lose its low bits.
+    key = np.array([seed % 2**64, index], np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=key))
     return float(generator.random())

@@ -24,6 +24,11 @@ def test_a_token_depends_on_seed_and_index_alone() -> None:
     assert drawn == again != other
 
 
+def test_seeds_that_differ_in_their_last_bit_draw_differently() -> None:
+    """Also at the upper end, where fp64 has no room for that bit."""
+    assert uniform(2**64 - 1, 0) != uniform(2**64 - 2, 0)
+
+
 def test_frequencies_follow_the_softmax() -> None:
     """4,000 draws; the bound is five standard deviations of the rarest token's count."""
     count = 4000
