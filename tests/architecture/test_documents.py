@@ -1,5 +1,6 @@
 """What the documents point at must exist."""
 
+import json
 import re
 from pathlib import Path
 
@@ -41,3 +42,23 @@ def test_decisions_are_numbered_without_gaps_and_have_a_status() -> None:
 
     assert [int(path.name[:4]) for path in records] == list(range(1, len(records) + 1))
     assert all("Status: " in path.read_text() for path in records)
+
+
+def test_the_readmes_numbers_are_the_measured_ones() -> None:
+    """A figure in prose goes stale; these are read from the committed result."""
+    figures = json.loads((ROOT / "benchmarks/results/cpu_engine.json").read_text())["figures"]
+    rows = [
+        ("prefill_4k_s", "prefill_4k_transformers_s", "prefill_4k_speedup"),
+        (
+            "decode_1_tokens_per_s",
+            "decode_1_transformers_tokens_per_s",
+            "decode_1_speedup",
+        ),
+        ("decode_8_tokens_per_s",),
+    ]
+    readme = (ROOT / "README.md").read_text()
+
+    for row in rows:
+        wanted = [f"{figures[key]:.1f}" for key in row]
+        assert any(all(number in line for number in wanted) for line in readme.splitlines()), row
+    assert f"{figures['added_ttft_p50_ms']:.1f} ms" in readme
