@@ -134,6 +134,8 @@ def _turn(message: Message, place: int) -> dict[str, Any]:
 def _arguments(text: str, where: str) -> dict[str, Any]:
     try:
         arguments = json.loads(text or "{}")
+        # What Python reads but JSON and UTF-8 do not know: NaN, infinities, lone surrogates.
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

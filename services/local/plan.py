@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[2]
 HOST = "127.0.0.1"
 
 TRACE_FILE = "traces.jsonl"
+# Shorter than the 10 s after which a child is killed: whoever still waits then gets an answer.
+DRAIN_S = 5
 Settings = Mapping[str, str | int | Path]
 
 
@@ -72,7 +74,11 @@ def plan(options: Options, folder: Path, ports: Iterator[int]) -> list[Spec]:
         return [service(name, role, {**settings, "WORKER_ID": name}) for name in names]
 
     checkpoint = options.checkpoint.resolve()
-    model: Settings = {"CHECKPOINT": checkpoint, "MODEL": checkpoint.name}
+    model: Settings = {
+        "CHECKPOINT": checkpoint,
+        "MODEL": checkpoint.name,
+        "DRAIN_S": DRAIN_S,
+    }
     decode: Settings = {**model, "KV_FORMAT": options.kv_format}
     ranks: Settings = {"RANKS": options.prefill_ranks, "INTERLEAVE": options.interleave}
     redis_url = f"redis://{HOST}:{redis_port}/0"

@@ -41,7 +41,9 @@ async def _unreachable(port: int) -> str | None:
 
 
 def require_free(host: str, port: int) -> None:
-    """Raise ConfigError if somebody listens on the port already."""
+    """Raise ConfigError if there is no such port, or somebody listens on it already."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port {port} does not exist: choose one from 0 to 65535 with --port")
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -72,6 +72,24 @@ FIELDS = [
     (
         "messages",
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}],
+        [
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": '{"a": NaN}'}}],
+            }
+        ],
+        [
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1e999}'}}],
+            }
+        ],
+        [
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}],
+            }
+        ],
     ),
     ("max_tokens", 0),
     ("max_tokens", -1),

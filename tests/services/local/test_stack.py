@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.local.plan import Options
+from services.local.probe import require_free
 from services.local.servers import free_port
 from services.local.stack import STACK_FILE, Stack, StackFailed
 from shared.errors import ConfigError
@@ -133,3 +134,9 @@ def test_a_service_that_dies_stops_the_stack(tmp_path: Path) -> None:
 
     assert process.returncode == 1
     assert processes_of(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 99999])
+def test_a_port_that_does_not_exist_is_refused_by_its_number(port: int) -> None:
+    with pytest.raises(ConfigError, match=f"port {port} does not exist"):
+        require_free("127.0.0.1", port)
