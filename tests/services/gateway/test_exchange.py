@@ -72,18 +72,27 @@ FIELDS = [
     (
         "messages",
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}],
+    ),
+    (
+        "messages",
         [
             {
                 "role": "assistant",
                 "tool_calls": [{"function": {"name": "f", "arguments": '{"a": NaN}'}}],
             }
         ],
+    ),
+    (
+        "messages",
         [
             {
                 "role": "assistant",
                 "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1e999}'}}],
             }
         ],
+    ),
+    (
+        "messages",
         [
             {
                 "role": "assistant",
