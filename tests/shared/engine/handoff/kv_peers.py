@@ -232,16 +232,17 @@ class _Commands:
 
     def churn(self, block: int) -> None:
         """From now on give the block to another request again and again, its bytes being the
-        generation's.
+        generation's. Returns when the first has been written.
         """
-        stopping = threading.Event()
-        self._stack.callback(stopping.set)
-        threading.Thread(
-            target=_churn, args=(self._table, self._mla, block, stopping), daemon=True
-        ).start()
+        churn = _Churn(self._table, self._mla, block)
+        self._stack.callback(churn.stopping.set)
+        self._churn = churn
+        threading.Thread(target=churn.run, daemon=True).start()
+        churn.has_written.wait()
 
-    def word(self, word: int) -> int:
-        return int(self._table[word])
+    def offered(self) -> int:
+        """The newest generation of the churned block that an owner would offer."""
+        return self._churn.written
 
     def pull(self, held: Held, ranks: list[bytes], last_token: int) -> bool:
         """Whether a pull of the first last_token tokens gives what they should be."""
@@ -262,13 +263,25 @@ class _Commands:
             importer.pull(pages.request(regions))
 
 
-def _churn(table: torch.Tensor, mla: torch.Tensor, block: int, stopping: threading.Event) -> None:
-    hold_s = random.Random(0)
-    while not stopping.is_set():
-        generation = int(table[1 + block]) + 1
-        table[1 + block] = generation
-        mla[block] = generation % 251
-        time.sleep(hold_s.uniform(0, 0.03))
+class _Churn:
+    """An owner that reuses a block: it raises the generation, writes, and only then offers."""
+
+    def __init__(self, table: torch.Tensor, mla: torch.Tensor, block: int) -> None:
+        self._word = table[1 + block :]
+        self._page = mla[block]
+        self.stopping = threading.Event()
+        self.has_written = threading.Event()
+        self.written = 0
+
+    def run(self) -> None:
+        hold_s = random.Random(0)
+        while not self.stopping.is_set():
+            generation = int(self._word[0]) + 1
+            self._word[0] = generation
+            self._page.fill_(generation % 251)
+            self.written = generation
+            self.has_written.set()
+            time.sleep(hold_s.uniform(0, 0.03))
 
 
 def _serve(calls: Connection, ucx: dict[str, str], network: str | None) -> None:

@@ -217,7 +217,7 @@ def test_rows_of_two_owners_never_pass_as_one_block(ranks: list[Peer]) -> None:
     until = time.monotonic() + 60
 
     while (accepted < 3 or refused < 3) and time.monotonic() < until:
-        generation = ranks[0].ask("word", 1 + ref.block_id)
+        generation = ranks[0].ask("offered")
         now = pb.BlockRef(block_id=ref.block_id, generation=generation)
         try:
             importer.pull(pages.request(regions, blocks=[now]))
