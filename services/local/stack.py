@@ -4,8 +4,6 @@
 """
 
 import asyncio
-import json
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -13,13 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from services.local import child, probe
+from services.local import child, probe, run_folder
 from services.local.child import Child
-from services.local.plan import HOST, ROOT, TRACE_FILE, Options, Spec, plan
+from services.local.plan import HOST, Options, Spec, plan
 from services.local.servers import free_ports
 from shared.errors import FarspanError
 
-STACK_FILE = "stack.json"
 _READY_S = 180.0  # loading a large checkpoint on a slow disk
 _STOP_S = 10.0
 _POLL_S = 0.1
@@ -30,18 +27,13 @@ class StackFailed(FarspanError):
     """A process of the stack ended by itself, or did not become ready; the message ends its log."""
 
 
-def run_folder(port: int) -> Path:
-    """Where the stack with its gateway at `port` keeps its files, unless told otherwise."""
-    return ROOT / ".run" / str(port)
-
-
 class Stack:
     """A running stack. `report` gets a line when a process becomes ready, or takes long."""
 
     def __init__(self, options: Options, report: Callable[[str], None] = lambda line: None) -> None:
         ports = iter(free_ports(4 + 4 + options.prefill_workers + options.decode_workers))
         self.port = options.port or next(ports)
-        self.folder = (options.run_folder or run_folder(self.port)).resolve()
+        self.folder = (options.run_folder or run_folder.of_port(self.port)).resolve()
         self.children: dict[str, Child] = {}
         self._report = report
         self._specs = plan(replace(options, port=self.port), self.folder, ports)
@@ -69,8 +61,8 @@ class Stack:
 
     async def __aenter__(self) -> Self:
         probe.require_free(HOST, self.port)
-        _prepare(self.folder)
         async with AsyncExitStack() as stack:
+            stack.enter_context(run_folder.held(self.folder))
             self._guard = stack.enter_context(child.guarded())
             stack.push_async_callback(self._stop)
             servers = [spec.name for spec in self._specs if not spec.has_probe]
@@ -79,7 +71,7 @@ class Stack:
                 for name in group:
                     await self.launch(name)
                 await self._all_ready(group)
-            self._describe()
+            self._announce()
             self._stack = stack.pop_all()
         return self
 
@@ -138,7 +130,7 @@ class Stack:
 
     async def _stop(self) -> None:
         """Services first and together, then the servers they stand on."""
-        (self.folder / STACK_FILE).unlink(missing_ok=True)
+        run_folder.withdraw(self.folder)
         for has_probe in (True, False):
             group = [c for c in self.children.values() if c.spec.has_probe is has_probe]
             await asyncio.gather(*map(self._end, group))
@@ -148,15 +140,15 @@ class Stack:
             self._tell(running.spec.name, f"killed: it did not stop in {_STOP_S:g} s")
         self._guard.tell(f"-{running.pid}")
 
-    def _describe(self) -> None:
+    def _announce(self) -> None:
         """Leave word for `farspan status`."""
-        description = {
-            "base_url": self.base_url,
-            "nats_url": self.nats_url,
-            "probes": {spec.name: spec.port for spec in self._specs if spec.has_probe},
-            "servers": {spec.name: spec.port for spec in self._specs if not spec.has_probe},
-        }
-        (self.folder / STACK_FILE).write_text(json.dumps(description))
+        running = run_folder.Running(
+            base_url=self.base_url,
+            nats_url=self.nats_url,
+            probes={spec.name: spec.port for spec in self._specs if spec.has_probe},
+            servers={spec.name: spec.port for spec in self._specs if not spec.has_probe},
+        )
+        run_folder.announce(self.folder, running)
 
     def _spec(self, name: str) -> Spec:
         return next(spec for spec in self._specs if spec.name == name)
@@ -167,10 +159,3 @@ class Stack:
 
     def _tell(self, name: str, what: str) -> None:
         self._report(f"[{time.monotonic() - self._started_s:5.1f} s] {name:<10} {what}")
-
-
-def _prepare(folder: Path) -> None:
-    """Fresh logs and traces: what an earlier stack left tells nothing about this one."""
-    shutil.rmtree(folder / "logs", ignore_errors=True)
-    (folder / "logs").mkdir(parents=True)
-    (folder / TRACE_FILE).unlink(missing_ok=True)

@@ -1,13 +1,11 @@
 """`farspan status`: services by their probes, workers and pools by their heartbeats."""
 
 import asyncio
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from services.local import probe
-from services.local.stack import STACK_FILE, run_folder
+from services.local import probe, run_folder
+from services.local.run_folder import Running
 from shared import farspan_pb2 as pb
 from shared import subjects
 from shared.bus import connect
@@ -16,22 +14,11 @@ from shared.errors import ConfigError
 _LISTEN_S = 1.5  # three heartbeats
 
 
-@dataclass(frozen=True)
-class Running:
-    """Where a running stack can be asked; its stack.json."""
-
-    base_url: str
-    nats_url: str
-    probes: Mapping[str, int]
-    servers: Mapping[str, int]
-
-
 def status(port: int) -> int:
     """Print what runs; 0 if every service is ready."""
-    path = run_folder(port) / STACK_FILE
-    if not path.exists():
-        raise ConfigError(f"no stack runs with its gateway at port {port}: there is no {path}")
-    running = Running(**json.loads(path.read_text()))
+    running = run_folder.announced(run_folder.of_port(port))
+    if running is None:
+        raise ConfigError(f"no stack runs with its gateway at port {port}")
     states, heartbeats = asyncio.run(_ask(running))
     print(f"{running.base_url}\n")
     print(table(("service", "state", "probe"), _services(running, states)))

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from services.local.run_folder import of_port
 from services.local.servers import free_port
-from services.local.stack import run_folder
 from tests import demo
 
 START_S = 60.0
@@ -94,7 +94,7 @@ def serving(temporary: Path) -> Iterator[Served]:
                 served.process.kill()
     finally:
         served.until_gone()
-        shutil.rmtree(run_folder(served.port), ignore_errors=True)
+        shutil.rmtree(of_port(served.port), ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def left_behind(served: Served, before: set[str]) -> list[str]:
     """Sockets, temporary files and shared memory of a stack that has ended."""
     files = [str(path) for path in served.temporary.rglob("*")]
-    sockets = [str(path) for path in run_folder(served.port).rglob("*") if path.is_socket()]
+    sockets = [str(path) for path in of_port(served.port).rglob("*") if path.is_socket()]
     return [*files, *sockets, *(set(os.listdir(SHARED_MEMORY)) - before)]
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from services.local.plan import Options
 from services.local.probe import require_free
+from services.local.run_folder import STACK_FILE
 from services.local.servers import free_port
-from services.local.stack import STACK_FILE, Stack, StackFailed
+from services.local.stack import Stack, StackFailed
 from shared.errors import ConfigError
 
 # Without workers the gateway never becomes ready: the stack stays in the middle of its start.
@@ -95,6 +96,22 @@ async def test_a_taken_port_is_told_before_anything_starts(tmp_path: Path) -> No
         holder.terminate()
 
     assert not (tmp_path / "run").exists()
+
+
+async def test_a_second_stack_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    """Two that start at once would delete each other's logs; the first does not notice."""
+    folder = tmp_path / "run"
+    with serve(folder) as process:
+        until_running(folder, 5)
+
+        with pytest.raises(ConfigError, match=rf"another stack has {folder}"):
+            async with Stack(Options(port=0, run_folder=folder)):
+                pass
+
+        assert len(list((folder / "logs").iterdir())) == len(processes_of(folder)) == 5
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
