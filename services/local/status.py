@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 
 from services.local import probe, run_folder
 from services.local.run_folder import Running
@@ -16,15 +17,26 @@ _LISTEN_S = 1.5  # three heartbeats
 
 def status(port: int) -> int:
     """Print what runs; 0 if every service is ready."""
-    running = run_folder.announced(run_folder.of_port(port))
+    running = _running(run_folder.of_port(port), f"with its gateway at port {port}")
     if running is None:
-        raise ConfigError(f"no stack runs with its gateway at port {port}")
+        print(f"the stack with its gateway at port {port} is starting or stopping")
+        return 1
     states, heartbeats = asyncio.run(_ask(running))
     print(f"{running.base_url}\n")
     print(table(("service", "state", "probe"), _services(running, states)))
     print()
     print(table(WORKER_COLUMNS, worker_rows(heartbeats)) if heartbeats else "no worker is heard")
     return 0 if all(reason is None for reason in states.values()) else 1
+
+
+def _running(folder: Path, which: str) -> Running | None:
+    """Where to ask; None while there is a stack but nothing to ask yet, or any more."""
+    owner = run_folder.owner(folder)
+    if owner is None:
+        raise ConfigError(f"no stack runs {which}: start `farspan serve`")
+    if not owner.is_alive:
+        raise ConfigError(f"no stack runs {which}: the last one was killed")
+    return run_folder.announced(folder)
 
 
 async def _ask(running: Running) -> tuple[dict[str, str | None], list[pb.Heartbeat]]:

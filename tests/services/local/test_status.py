@@ -1,5 +1,40 @@
-from services.local.status import WORKER_COLUMNS, table, worker_rows
+from pathlib import Path
+
+import pytest
+
+from services.local import run_folder
+from services.local.status import WORKER_COLUMNS, status, table, worker_rows
 from shared import farspan_pb2 as pb
+from shared.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the stack of every port keeps its files."""
+    monkeypatch.setattr(run_folder, "of_port", lambda port: tmp_path)
+    return tmp_path
+
+
+def test_without_a_stack_there_is_no_status(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="no stack runs with its gateway at port 8000: start"):
+        status(8000)
+
+
+def test_a_killed_stack_is_told_from_one_that_runs(folder: Path) -> None:
+    """What it announced is still there, and nobody would answer."""
+    (folder / run_folder.LOCK_FILE).write_text("1")
+    run_folder.announce(folder, run_folder.Running("", "", {}, {}))
+
+    with pytest.raises(ConfigError, match="port 8000: the last one was killed"):
+        status(8000)
+
+
+def test_a_stack_that_starts_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its owner lives, and has announced nothing yet."""
+    with run_folder.held(folder):
+        assert status(8000) == 1
+
+    assert "at port 8000 is starting" in capsys.readouterr().out
 
 
 def test_a_worker_is_one_readable_row() -> None:
