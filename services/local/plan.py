@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 HOST = "127.0.0.1"
 
 TRACE_FILE = "traces.jsonl"
-# Shorter than the 10 s after which a child is killed: whoever still waits then gets an answer.
+# Well before a child is killed: whoever still waits then gets an answer.
 DRAIN_S = 5
 Settings = Mapping[str, str | int | Path]
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import time
 from contextlib import suppress
-from typing import NoReturn
 
 from services.local.plan import Options
 from services.local.stack import Stack
@@ -12,7 +11,7 @@ from shared.lifecycle import Stopping
 
 
 async def serve(options: Options, stopping: Stopping) -> None:
-    """Run a stack until asked to stop. Raises StackFailed if a process ends before that."""
+    """Run a stack until asked to stop. Raises StackFailed if it cannot be kept running."""
     running = asyncio.create_task(_run(options))
     asked = asyncio.create_task(stopping.wait())
     try:
@@ -27,12 +26,12 @@ async def serve(options: Options, stopping: Stopping) -> None:
     _say("Stopped: no process is left.")
 
 
-async def _run(options: Options) -> NoReturn:
+async def _run(options: Options) -> None:
     started_s = time.monotonic()
     _say("Farspan is starting NATS, Redis and its services; Ctrl-C stops them all.")
     async with Stack(options, _say) as stack:
         _say(_welcome(stack, options.checkpoint.resolve().name, time.monotonic() - started_s))
-        raise await stack.until_one_ends()
+        await stack.keep()
 
 
 def _welcome(stack: Stack, model: str, elapsed_s: float) -> str:

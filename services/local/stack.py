@@ -1,24 +1,26 @@
 """All of Farspan on one machine: NATS, Redis and the five services, as processes on 127.0.0.1.
 
-`async with Stack(options) as stack:` starts them, waits until each is ready, and stops them all.
+`async with Stack(options) as stack:` starts them, waits until each is ready, and stops them all;
+`await stack.keep()` inside starts again what ends by itself.
 """
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from services.local import child, probe, run_folder
+from services.local import child, probe, restarts, run_folder
 from services.local.child import Child
-from services.local.plan import HOST, Options, Spec, plan
+from services.local.plan import DRAIN_S, HOST, Options, Spec, plan
 from services.local.servers import free_ports
 from shared.errors import FarspanError
 
 _READY_S = 180.0  # loading a large checkpoint on a slow disk
-_STOP_S = 10.0
+_STOP_S = DRAIN_S + 10.0  # workers wait 5 s more for gateways that are gone
 _POLL_S = 0.1
 _REPORT_S = 5.0
 
@@ -35,6 +37,7 @@ class Stack:
         self.port = options.port or next(ports)
         self.folder = (options.run_folder or run_folder.of_port(self.port)).resolve()
         self.children: dict[str, Child] = {}
+        self._alive: set[str] = set()  # what has to be ended, with whatever it started
         self._report = report
         self._specs = plan(replace(options, port=self.port), self.folder, ports)
         self._stack = AsyncExitStack()
@@ -69,7 +72,7 @@ class Stack:
             services = [spec.name for spec in self._specs if spec.has_probe]
             for group in (servers, services):
                 for name in group:
-                    await self.launch(name)
+                    await self._launch(name)
                 await self._all_ready(group)
             self._announce()
             self._stack = stack.pop_all()
@@ -78,22 +81,56 @@ class Stack:
     async def __aexit__(self, *exception: object) -> None:
         await self._stack.aclose()
 
-    async def launch(self, name: str) -> Child:
-        """Start a process, at the beginning or again; an earlier one of that name is ended."""
-        if name in self.children:
-            await self._end(self.children[name])
+    async def keep(self) -> None:
+        """Start each process again when it ends by itself, for ever.
+
+        Raises StackFailed for one that ends again and again.
+        """
+        keeping = [asyncio.create_task(self._keep(name)) for name in self.children]
+        try:
+            await asyncio.gather(*keeping)
+        finally:
+            for task in keeping:
+                task.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
+
+    async def _keep(self, name: str) -> None:
+        """Deaths are timed by the seconds it was ready: one that never is ends the stack, too."""
+        deaths_s: deque[float] = deque(maxlen=restarts.MAX_DEATHS)
+        ready_s = 0.0
+        while True:
+            began_s = time.monotonic()
+            status = await self.children[name].wait()
+            ready_s += time.monotonic() - began_s
+            deaths_s.append(ready_s)
+            await self._end(name)
+            pause_s = restarts.pause_s(deaths_s)
+            if pause_s is None:
+                often = f"ended {len(deaths_s)} times in a short time"
+                raise self._failure(name, f"{often}, at last with status {status}")
+            again = f"starts again in {pause_s:g} s"
+            self._tell(name, f"ended with status {status}, {again}; its log: {self.log(name)}")
+            await asyncio.sleep(pause_s)
+            await self._launch(name)
+            await self._is_ready(name)
+
+    async def _launch(self, name: str) -> None:
         started = await child.start(self._spec(name), self.log(name))
         self._guard.tell(f"+{started.pid}")
         self.children[name] = started
-        return started
+        self._alive.add(name)
 
-    async def ready(self, name: str) -> None:
-        """Return when a process is ready. Raises StackFailed if it ends or takes too long."""
+    async def _ready(self, name: str) -> None:
+        if not await self._is_ready(name):
+            raise self._failure(name, f"ended with status {self.children[name].returncode}")
+
+    async def _is_ready(self, name: str) -> bool:
+        """Wait until a process is ready; False if it ends. Raises StackFailed if it takes long."""
         started_s = reported_s = time.monotonic()
         while (reason := await probe.unready(self._spec(name))) is not None:
             now_s = time.monotonic()
             if self.children[name].returncode is not None:
-                raise self._failure(name, f"ended with status {self.children[name].returncode}")
+                return False
             if now_s - started_s > _READY_S:
                 raise self._failure(name, f"is not ready after {_READY_S:g} s: {reason}")
             if now_s - reported_s > _REPORT_S:
@@ -101,9 +138,23 @@ class Stack:
                 self._tell(name, f"... {reason}")
             await asyncio.sleep(_POLL_S)
         self._tell(name, "ready")
+        return True
 
-    async def until_one_ends(self) -> StackFailed:
-        """Return when a process has ended without being asked to, with what there is to say."""
+    async def _all_ready(self, names: list[str]) -> None:
+        """Return when all are. Raises StackFailed if any ends: it would not fare better again."""
+        failing = asyncio.create_task(self._until_one_ends())
+        ready = asyncio.gather(*(self._ready(name) for name in names))
+        try:
+            await asyncio.wait((ready, failing), return_when=asyncio.FIRST_COMPLETED)
+            if failing.done():
+                raise failing.result()
+            await ready
+        finally:
+            failing.cancel()
+            ready.cancel()
+            await asyncio.gather(ready, failing, return_exceptions=True)
+
+    async def _until_one_ends(self) -> StackFailed:
         waiting = {
             asyncio.create_task(started.wait()): name for name, started in self.children.items()
         }
@@ -115,30 +166,22 @@ class Stack:
             for task in waiting:
                 task.cancel()
 
-    async def _all_ready(self, names: list[str]) -> None:
-        failing = asyncio.create_task(self.until_one_ends())
-        ready = asyncio.gather(*(self.ready(name) for name in names))
-        try:
-            await asyncio.wait((ready, failing), return_when=asyncio.FIRST_COMPLETED)
-            if failing.done():
-                raise failing.result()
-            await ready
-        finally:
-            failing.cancel()
-            ready.cancel()
-            await asyncio.gather(ready, failing, return_exceptions=True)
-
     async def _stop(self) -> None:
         """Services first and together, then the servers they stand on."""
         run_folder.withdraw(self.folder)
         for has_probe in (True, False):
-            group = [c for c in self.children.values() if c.spec.has_probe is has_probe]
+            group = [name for name in self._alive if self._spec(name).has_probe is has_probe]
             await asyncio.gather(*map(self._end, group))
 
-    async def _end(self, running: Child) -> None:
-        if not await running.stop(_STOP_S):
-            self._tell(running.spec.name, f"killed: it did not stop in {_STOP_S:g} s")
-        self._guard.tell(f"-{running.pid}")
+    async def _end(self, name: str) -> None:
+        """End a process, if that was not done before, and all that it started."""
+        if name not in self._alive:
+            return
+        ended = self.children[name]
+        if not await ended.stop(_STOP_S):
+            self._tell(name, f"killed: it did not stop in {_STOP_S:g} s")
+        self._alive.remove(name)
+        self._guard.tell(f"-{ended.pid}")
 
     def _announce(self) -> None:
         """Leave word for `farspan status`."""

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from services.local.run_folder import of_port
@@ -21,6 +23,7 @@ from tests import demo
 START_S = 60.0
 SHARED_MEMORY = Path("/dev/shm")
 SERVICES = ("gateway", "router", "kv_index", "prefill-0", "decode-0")
+PROMPT = [100 + 37 * i % 3900 for i in range(1000)]  # tokens that the demo model goes on from
 
 
 def farspan(*arguments: str, **options: object) -> "subprocess.CompletedProcess[str]":
@@ -35,7 +38,7 @@ def farspan(*arguments: str, **options: object) -> "subprocess.CompletedProcess[
 
 
 class Served:
-    """A running `farspan serve`; its processes are known by the temporary folder they were given"""
+    """A running `farspan serve`; its processes are known by their temporary folder or log."""
 
     def __init__(self, port: int, temporary: Path) -> None:
         self.port = port
@@ -52,25 +55,45 @@ class Served:
 
     def until_welcome(self) -> None:
         """Read what is shown until there is nothing more to wait for."""
+        self.until_shown("Logs:")
         assert self.process.stdout is not None
-        deadline_s = time.monotonic() + START_S
-        while "Logs:" not in self.shown:
-            line = self.process.stdout.readline()
-            assert line and time.monotonic() < deadline_s, self.shown
-            self.shown += line
         for _ in range(len(SERVICES) + 2):
             self.shown += self.process.stdout.readline()
 
+    def until_shown(self, part: str) -> None:
+        """Read until a line holds this part."""
+        assert self.process.stdout is not None
+        deadline_s = time.monotonic() + START_S
+        line = ""
+        while part not in line:
+            line = self.process.stdout.readline()
+            assert line and time.monotonic() < deadline_s, self.shown
+            self.shown += line
+
+    def kill(self, name: str) -> None:
+        """One of the stack's own processes, without a goodbye; its log is its output."""
+        log = str(of_port(self.port) / "logs" / f"{name}.log")
+        (pid,) = (
+            pid
+            for pid in self.processes()
+            if os.readlink(f"/proc/{pid}/fd/1") == log and os.getpgid(pid) == pid
+        )
+        os.kill(pid, signal.SIGKILL)
+
     def processes(self) -> dict[int, str]:
-        """Everything that descends from the command and runs, with its command line."""
-        found = {}
+        """Everything that descends from the command and runs, with its command line.
+
+        Redis writes its name over its environment, and is known by its log.
+        """
+        logs, found = str(of_port(self.port) / "logs"), {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 environ = (folder / "environ").read_bytes().split(b"\0")
                 command = (folder / "cmdline").read_bytes()
+                output = os.readlink(folder / "fd" / "1")
             except OSError:  # ended meanwhile, or another user's
                 continue
-            if f"TMPDIR={self.temporary}".encode() in environ:
+            if f"TMPDIR={self.temporary}".encode() in environ or output.startswith(logs):
                 found[int(folder.name)] = command.replace(b"\0", b" ").decode()
         return found
 
@@ -181,14 +204,53 @@ def test_a_killed_command_leaves_no_process(tmp_path: Path) -> None:
         served.until_gone()
 
 
-def test_a_killed_worker_stops_everything_and_its_last_words_are_shown(tmp_path: Path) -> None:
-    """Half a stack would take requests that nobody answers."""
-    with serving(tmp_path) as served:
-        (decode,) = [pid for pid, name in served.processes().items() if "services.decode" in name]
-        os.kill(decode, signal.SIGKILL)
-        _, errors = served.process.communicate(timeout=60)
+def complete(served: Served, retry_s: float = 0.0) -> str | None:
+    """A greedy answer that takes a few seconds; None if there is none, for as long as retried."""
+    body = {"model": "demo-fp8", "prompt": PROMPT, "max_tokens": 100, "temperature": 0}
+    deadline_s = time.monotonic() + retry_s
+    while True:
+        try:
+            answer = httpx.post(
+                f"http://127.0.0.1:{served.port}/v1/completions",
+                json=body,
+                timeout=60,
+                trust_env=False,
+            )
+            if answer.is_success:
+                return str(answer.json()["choices"][0]["text"])
+        except httpx.TransportError:
+            pass
+        if time.monotonic() > deadline_s:
+            return None
+        time.sleep(0.2)
 
-        assert served.process.returncode == 1
-        assert "farspan: decode-0 ended with status -9; the end of " in errors
-        assert "serving demo-fp8 as decode-0" in errors
+
+def test_what_is_killed_starts_again_and_answers_as_before(tmp_path: Path) -> None:
+    """One after another, each with a request under way; and a stop in the middle leaves nothing.
+
+    That request is answered, too, if it was not the gateway that died.
+    """
+    before = set(os.listdir(SHARED_MEMORY))
+    with serving(tmp_path) as served, ThreadPoolExecutor(1) as client:
+        wanted = complete(served)
+        assert wanted
+        for name in ("nats", "redis", *SERVICES):
+            under_way = client.submit(complete, served)
+            time.sleep(0.3)
+            served.kill(name)
+            served.until_shown(f"] {name:<10} ended with status -9, starts again")
+            served.until_shown(f"] {name:<10} ready")
+
+            assert under_way.result() == (None if name == "gateway" else wanted), name
+            assert complete(served, retry_s=10) == wanted, name
+
+        served.kill("decode-0")
+        served.until_shown("] decode-0   ended")
+        time.sleep(1)  # amid its start
+        served.process.send_signal(signal.SIGINT)
+        shown, errors = served.process.communicate(timeout=60)
+
+        assert (served.process.returncode, errors) == (0, "")
+        assert shown.endswith("Stopped: no process is left.\n")
         assert served.processes() == {}
+        assert left_behind(served, before) == []

@@ -1,13 +1,17 @@
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from services.local.plan import Options
+from services.local import restarts, stack
+from services.local.plan import Options, Spec
 from services.local.probe import require_free
 from services.local.run_folder import STACK_FILE
 from services.local.servers import free_port
@@ -136,8 +140,8 @@ def test_a_killed_command_leaves_no_process(tmp_path: Path) -> None:
     until_gone(tmp_path / "run")
 
 
-def test_a_service_that_dies_stops_the_stack(tmp_path: Path) -> None:
-    """Half a stack would answer some requests and hang on others."""
+def test_a_service_that_dies_during_the_start_ends_it(tmp_path: Path) -> None:
+    """What cannot start now would not start the next time either."""
     with serve(tmp_path / "run") as process:
         until_running(tmp_path / "run", 5)
         router_log = str(tmp_path / "run" / "logs" / "router.log")
@@ -150,6 +154,118 @@ def test_a_service_that_dies_stops_the_stack(tmp_path: Path) -> None:
         process.wait(timeout=30)
 
     assert process.returncode == 1
+    assert processes_of(tmp_path / "run") == []
+
+
+# Accepts connections, until there is a file that tells it not to start; has a child of its own.
+SERVICE = """
+import socket, subprocess, sys, time
+from pathlib import Path
+port, marker = sys.argv[1:]
+if Path(marker).exists():
+    sys.exit("no more")
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+with socket.create_server(("127.0.0.1", int(port))) as listener:
+    print("serving", flush=True)
+    while True:
+        listener.accept()[0].close()
+"""
+
+
+@pytest.fixture
+def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stacks are of two small services, and what they report is here."""
+
+    def plan(options: Options, folder: Path, ports: Iterator[int]) -> list[Spec]:
+        def spec(name: str) -> Spec:
+            port = next(ports)
+            command = (sys.executable, "-c", SERVICE, str(port), str(tmp_path / f"no {name}"))
+            return Spec(name, command, {}, port, has_probe=False)
+
+        return [spec("nats"), spec("other")]
+
+    monkeypatch.setattr(stack, "plan", plan)
+    return []
+
+
+@asynccontextmanager
+async def kept(folder: Path, lines: list[str]) -> AsyncIterator[tuple[Stack, asyncio.Task[None]]]:
+    """A stack, and the task that keeps it running."""
+    options = Options(port=0, run_folder=folder)
+    async with Stack(options, lines.append) as running:
+        keeping = asyncio.create_task(running.keep())
+        try:
+            yield running, keeping
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def until(lines: list[str], part: str, count: int = 1) -> str:
+    """The line with this part, when there are so many of them."""
+    async with asyncio.timeout(20):
+        while sum(part in line for line in lines) < count:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return [line for line in lines if part in line][-1]
+
+
+async def test_a_process_that_ends_by_itself_is_started_again(
+    tmp_path: Path, lines: list[str]
+) -> None:
+    """At the same address and with the same log, which the person is told of."""
+    async with kept(tmp_path / "run", lines) as (running, keeping):
+        before = running.children["nats"].pid
+        os.kill(before, signal.SIGKILL)
+        told = await until(lines, "ended with status -9")
+        await until(lines, "nats       ready", 2)
+
+        assert str(running.log("nats")) in told
+        assert running.children["nats"].pid != before
+        assert running.log("nats").read_text() == "serving\nserving\n"
+        assert not keeping.done()
+        assert not any("other      ended" in line for line in lines)
+    assert processes_of(tmp_path / "run") == []
+
+
+async def test_a_process_that_cannot_start_again_ends_the_stack(
+    tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long each try takes: only the time it was ready counts for it."""
+    monkeypatch.setattr(restarts, "_FIRST_PAUSE_S", 0.001)
+    async with kept(tmp_path / "run", lines) as (running, keeping):
+        (tmp_path / "no other").touch()
+        os.kill(running.children["other"].pid, signal.SIGKILL)
+
+        with pytest.raises(
+            StackFailed, match=r"(?s)other ended 5 times.* status 1; the end of.*no more"
+        ):
+            async with asyncio.timeout(20):
+                await asyncio.shield(keeping)
+    assert processes_of(tmp_path / "run") == []
+
+
+async def test_a_stop_amid_a_restart_leaves_no_process(
+    tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it pauses, and what the dead process had started is gone by then."""
+    monkeypatch.setattr(restarts, "_FIRST_PAUSE_S", 600.0)
+    async with kept(tmp_path / "run", lines) as (running, _):
+        os.kill(running.children["nats"].pid, signal.SIGKILL)
+        await until(lines, "starts again in 600 s")
+
+        logs = {os.readlink(f"/proc/{pid}/fd/1") for pid in processes_of(tmp_path / "run")}
+        assert logs == {str(running.log("other"))}
+    assert processes_of(tmp_path / "run") == []
+
+
+async def test_a_stop_amid_a_start_leaves_no_process(tmp_path: Path, lines: list[str]) -> None:
+    """The new process runs, and is not ready yet."""
+    async with kept(tmp_path / "run", lines) as (running, _):
+        before = running.children["nats"].pid
+        os.kill(before, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while running.children["nats"].pid == before:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
     assert processes_of(tmp_path / "run") == []
 
 
