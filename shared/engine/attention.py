@@ -5,7 +5,11 @@ ascending) and attended in ascending order, so a query's result depends on its o
 cached rows alone. This module is also the meaning of the GPU kernels to come.
 """
 
+from collections.abc import Sequence
+
 import torch
+
+from shared.engine.tiles import spread
 
 # Tiles stay in the cores' caches and their buffers are reused: a fresh allocation per tile costs
 # more in page faults than the arithmetic (docs/LOG.md, 2026-11-30).
@@ -28,16 +32,20 @@ def select_positions(
         return _pad(_all_positions(limits, first, num_keys), width)
     chosen = query.new_empty((num_queries, width), dtype=torch.int64)
     tile = max(1, _TILE_SCORES // (query.shape[1] * num_keys))
-    per_head = query.new_empty(min(tile, num_queries) * query.shape[1] * num_keys)
-    for begin in range(0, num_queries, tile):
-        part = slice(begin, begin + tile)
-        visible = int(limits[part].max()) + 1  # later keys are nobody's here
-        if visible - first <= topk:
-            chosen[part] = _pad(_all_positions(limits[part], first, visible), width)
-            continue
-        scores = index_scores(query[part], weights[part], keys[:visible], per_head)
-        best = best_positions(scores, limits[part], first, min(width, visible))
-        chosen[part] = _pad(best, width)
+
+    def select(begins: Sequence[int]) -> None:
+        per_head = query.new_empty(min(tile, num_queries) * query.shape[1] * num_keys)
+        for begin in begins:
+            part = slice(begin, begin + tile)
+            visible = int(limits[part].max()) + 1  # later keys are nobody's here
+            if visible - first <= topk:
+                chosen[part] = _pad(_all_positions(limits[part], first, visible), width)
+                continue
+            scores = index_scores(query[part], weights[part], keys[:visible], per_head)
+            best = best_positions(scores, limits[part], first, min(width, visible))
+            chosen[part] = _pad(best, width)
+
+    spread(select, range(0, num_queries, tile))
     return chosen
 
 
@@ -111,19 +119,23 @@ def sparse_attention(
     out = query.new_empty((*query.shape[:2], value_dim))
     width = chosen.shape[1]
     tile = min(max(1, _TILE_ROWS // max(width, 1)), query.shape[0])
-    buffer = rows.new_empty((tile * width, rows.shape[1]))
-    for begin in range(0, query.shape[0], tile):
-        part = slice(begin, begin + tile)
-        places = chosen[part]
-        is_valid = places >= 0
-        is_full = bool(is_valid.all())  # past the first top-k positions nothing needs a mask
-        gathered = buffer[: places.numel()]
-        flat = (places if is_full else places.clamp_min(0)).flatten()
-        torch.index_select(rows, 0, flat, out=gathered)
-        gathered = gathered.unflatten(0, places.shape)
-        out[part] = attend_gathered(
-            query[part], gathered, None if is_full else is_valid, value_dim, scale
-        )
+
+    def attend(begins: Sequence[int]) -> None:
+        buffer = rows.new_empty((tile * width, rows.shape[1]))
+        for begin in begins:
+            part = slice(begin, begin + tile)
+            places = chosen[part]
+            is_valid = places >= 0
+            is_full = bool(is_valid.all())  # past the first top-k positions nothing needs a mask
+            gathered = buffer[: places.numel()]
+            flat = (places if is_full else places.clamp_min(0)).flatten()
+            torch.index_select(rows, 0, flat, out=gathered)
+            gathered = gathered.unflatten(0, places.shape)
+            out[part] = attend_gathered(
+                query[part], gathered, None if is_full else is_valid, value_dim, scale
+            )
+
+    spread(attend, range(0, query.shape[0], tile))
     return out
 
 
