@@ -28,7 +28,6 @@ async def serve(options: Options, stopping: Stopping) -> None:
 
 async def _run(options: Options) -> None:
     started_s = time.monotonic()
-    _say("Farspan is starting NATS, Redis and its services; Ctrl-C stops them all.")
     async with Stack(options, _say) as stack:
         _say(_welcome(stack, options.checkpoint.resolve().name, time.monotonic() - started_s))
         await stack.keep()

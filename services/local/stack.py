@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from services.local import child, probe, restarts, run_folder
+from services.local import checkpoint, child, probe, restarts, run_folder
 from services.local.child import Child
 from services.local.plan import DRAIN_S, HOST, Options, Spec, plan
 from services.local.servers import free_ports
@@ -38,6 +38,7 @@ class Stack:
         self.folder = (options.run_folder or run_folder.of_port(self.port)).resolve()
         self.children: dict[str, Child] = {}
         self._alive: set[str] = set()  # what has to be ended, with whatever it started
+        self._checkpoint = options.checkpoint
         self._report = report
         self._specs = plan(replace(options, port=self.port), self.folder, ports)
         self._stack = AsyncExitStack()
@@ -63,9 +64,11 @@ class Stack:
         return self.folder / "logs" / f"{name}.log"
 
     async def __aenter__(self) -> Self:
+        checkpoint.require_servable(self._checkpoint)
         probe.require_free(HOST, self.port)
         async with AsyncExitStack() as stack:
             stack.enter_context(run_folder.held(self.folder))
+            self._report("Farspan is starting NATS, Redis and its services; Ctrl-C stops them all.")
             self._guard = stack.enter_context(child.guarded())
             stack.push_async_callback(self._stop)
             servers = [spec.name for spec in self._specs if not spec.has_probe]

@@ -178,6 +178,15 @@ def test_a_taken_port_is_told_in_one_line(served: Served) -> None:
     assert f"port {served.port}" in line and "--port" in line
 
 
+def test_a_wrong_checkpoint_is_told_in_one_line() -> None:
+    """Before anything is said to start."""
+    done = farspan("serve", "--port", str(free_port()), "--checkpoint", "/nowhere/model")
+
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert "/nowhere/model does not exist" in line and "--checkpoint" in line
+
+
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     """No process, no socket file, no temporary file, no shared memory; and it says so."""
     before = set(os.listdir(SHARED_MEMORY))

@@ -102,6 +102,16 @@ async def test_a_taken_port_is_told_before_anything_starts(tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
+async def test_a_wrong_checkpoint_is_told_before_anything_starts(tmp_path: Path) -> None:
+    options = Options(port=0, checkpoint=tmp_path / "nothing", run_folder=tmp_path / "run")
+
+    with pytest.raises(ConfigError, match="checkpoint"):
+        async with Stack(options):
+            pass
+
+    assert not (tmp_path / "run").exists()
+
+
 async def test_a_second_stack_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     """Two that start at once would delete each other's logs; the first does not notice."""
     folder = tmp_path / "run"
