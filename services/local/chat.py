@@ -4,6 +4,7 @@ Thinking is shown dimmed on a terminal and left out of a pipe. /new forgets the 
 ends.
 """
 
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ def chat(base_url: str, max_tokens: int) -> int:
         base_url=base_url.rstrip("/") + "/", timeout=_TIMEOUT, trust_env=False
     ) as http:
         model = _model(http, base_url)
+        _survive_other_text()
         is_terminal = sys.stdin.isatty()
         if is_terminal:
             print(f"{model} at {base_url}. /new forgets, /quit ends, Ctrl-C stops an answer.")
@@ -42,6 +44,10 @@ def chat(base_url: str, max_tokens: int) -> int:
                 break
             if line == "/new":
                 messages.clear()
+                continue
+            if not _is_text(line):
+                sys.stderr.write(f"farspan: not sent, it is not {sys.stdin.encoding} text\n")
+                exit_code = 1
                 continue
             messages.append({"role": "user", "content": line})
             request = {"model": model, "messages": messages, "max_tokens": max_tokens}
@@ -62,18 +68,22 @@ def stream(http: httpx.Client, request: dict[str, Any]) -> Iterator[Piece]:
     try:
         with http.stream("POST", "chat/completions", json=body) as response:
             if not response.is_success:
-                raise FarspanError(_message(json.loads(response.read())))
+                raise FarspanError(_refusal(response.status_code, response.read()))
             for line in response.iter_lines():
                 if line == "data: [DONE]":
                     return
                 if line.startswith("data: "):
-                    yield from _pieces(json.loads(line.removeprefix("data: ")))
+                    yield from _pieces(line.removeprefix("data: "))
     except httpx.TransportError as error:
         raise FarspanError(f"the connection was lost: {error}") from error
-    raise FarspanError("the stream ended without [DONE]")
+    raise FarspanError("the answer ended too early, without [DONE]")
 
 
-def _pieces(chunk: dict[str, Any]) -> Iterator[Piece]:
+def _pieces(data: str) -> Iterator[Piece]:
+    try:
+        chunk = json.loads(data)
+    except ValueError as error:
+        raise FarspanError("the answer ended too early: half a message came") from error
     if "error" in chunk:
         raise FarspanError(_message(chunk))
     for choice in chunk["choices"]:
@@ -123,6 +133,21 @@ def _lines(is_terminal: bool) -> Iterator[str]:
             yield line
 
 
+def _survive_other_text() -> None:
+    """Read what the terminal's encoding does not know, to refuse it; show "?" for what it lacks."""
+    for file, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+        if isinstance(file, io.TextIOWrapper):
+            file.reconfigure(errors=errors)
+
+
+def _is_text(line: str) -> bool:
+    try:
+        line.encode()
+    except UnicodeEncodeError:  # undecodable bytes stand in it as lone surrogates
+        return False
+    return True
+
+
 def _model(http: httpx.Client, base_url: str) -> str:
     try:
         answer = http.get("models")
@@ -131,7 +156,18 @@ def _model(http: httpx.Client, base_url: str) -> str:
         raise ConfigError(
             f"nobody serves at {base_url} ({error}): start `farspan serve`"
         ) from error
-    return str(answer.json()["data"][0]["id"])
+    try:
+        return str(answer.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"what serves at {base_url} names no model: not an OpenAI API") from error
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """The server's message; a proxy before it may answer with anything."""
+    try:
+        return _message(json.loads(body))
+    except (ValueError, LookupError, TypeError):
+        return f"the server answered with status {status}"
 
 
 def _message(body: dict[str, Any]) -> str:

@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -8,6 +11,7 @@ import httpx
 import pytest
 
 from services.local.chat import Piece, chat, stream
+from services.local.plan import ROOT
 from shared.errors import ConfigError, FarspanError
 
 
@@ -17,8 +21,10 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.requests: list[dict[str, Any]] = []
+        self.models = json.dumps({"data": [{"id": "demo"}]})
         self.status = 200
         self.lines: list[str] = []
+        self.num_deaths = 0  # so many answers break off in the middle
 
     @property
     def url(self) -> str:
@@ -29,12 +35,24 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        self._answer(200, json.dumps({"data": [{"id": "demo"}]}))
+        self._answer(200, self.server.models)
 
     def do_POST(self) -> None:
         length = int(self.headers["Content-Length"])
         self.server.requests.append(json.loads(self.rfile.read(length)))
-        self._answer(self.server.status, "".join(f"{line}\n\n" for line in self.server.lines))
+        if self.server.num_deaths:
+            self.server.num_deaths -= 1
+            self._die()
+        else:
+            self._answer(self.server.status, "".join(f"{line}\n\n" for line in self.server.lines))
+
+    def _die(self) -> None:
+        """As a killed server does: some of a chunked answer, and no end."""
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        part = f"{delta(content='Half an')}\n\n".encode()
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
 
     def _answer(self, status: int, body: str) -> None:
         self.send_response(status)
@@ -101,6 +119,24 @@ def test_a_refusal_is_raised_with_its_message(server: Server) -> None:
         pieces(server)
 
 
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        pytest.param(502, "<html>Bad gateway</html>", "status 502", id="a proxy's page"),
+        pytest.param(500, '{"detail": "no"}', "status 500", id="another shape"),
+        pytest.param(200, 'data: {"choices": [{"del', "ended too early", id="half a message"),
+    ],
+)
+def test_an_answer_that_nobody_can_read_is_an_error(
+    server: Server, status: int, body: str, said: str
+) -> None:
+    """A dying server's last words; the conversation goes on after them."""
+    server.status, server.lines = status, [body]
+
+    with pytest.raises(FarspanError, match=said):
+        pieces(server)
+
+
 def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
     typed = iter(lines)
 
@@ -138,6 +174,67 @@ def test_a_failed_turn_is_told_and_forgotten(
 
     assert "the fleet is full" in capsys.readouterr().err
     assert [len(asked["messages"]) for asked in server.requests] == [1, 1]
+
+
+def test_a_server_that_dies_amid_an_answer_ends_the_turn_only(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be back for the next question, which knows nothing of the lost one."""
+    server.num_deaths, server.lines = 1, [delta(content="Yes."), "data: [DONE]"]
+    say(monkeypatch, "one", "two")
+
+    assert chat(server.url, 50) == 1
+
+    shown = capsys.readouterr()
+    assert shown.out == "Half an\nYes.\n"
+    (line,) = shown.err.splitlines()
+    assert line.startswith("farspan: the connection was lost: ")
+    assert [turn["content"] for turn in server.requests[1]["messages"]] == ["two"]
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_line_that_is_no_text_is_refused_and_the_next_is_answered(
+    server: Server, errors: str
+) -> None:
+    """Guessing what was meant would send something else; which error Python raises depends on the
+    locale.
+    """
+    server.lines = [delta(content="Yes → no."), "data: [DONE]"]
+
+    done = run_chat(server, b"caf\xe9\ncaf\xc3\xa9\n", f"utf-8:{errors}")
+
+    assert done.returncode == 1
+    assert done.stdout.decode() == "Yes → no.\n"
+    assert done.stderr.decode() == "farspan: not sent, it is not utf-8 text\n"
+    (asked,) = server.requests
+    assert asked["messages"] == [{"role": "user", "content": "café"}]
+
+
+def test_what_a_terminal_cannot_show_does_not_end_the_chat(server: Server) -> None:
+    server.lines = [delta(content="Yes → no."), "data: [DONE]"]
+
+    done = run_chat(server, b"caf\xe9\n", "latin-1")
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"Yes ? no.\n", b"")
+    assert server.requests[0]["messages"][0]["content"] == "café"
+
+
+def run_chat(server: Server, typed: bytes, encoding: str) -> "subprocess.CompletedProcess[bytes]":
+    return subprocess.run(
+        [sys.executable, "-m", "services.local", "chat", "--url", server.url],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        input=typed,
+        capture_output=True,
+        timeout=30,
+    )
+
+
+def test_a_server_of_something_else_is_a_config_error(server: Server) -> None:
+    server.models = "<html>Welcome</html>"
+
+    with pytest.raises(ConfigError, match="not an OpenAI API"):
+        chat(server.url, 50)
 
 
 def test_no_server_is_a_config_error(server: Server) -> None:
