@@ -107,11 +107,18 @@ class Served:
 @contextmanager
 def serving(temporary: Path) -> Iterator[Served]:
     """A stack that was started on the command line and has said that it serves."""
+    with starting(temporary) as served:
+        served.until_welcome()
+        yield served
+
+
+@contextmanager
+def starting(temporary: Path) -> Iterator[Served]:
+    """A stack that was started on the command line; whatever comes of it is gone afterwards."""
     served = Served(free_port(), temporary)
     try:
         with served.process:
             try:
-                served.until_welcome()
                 yield served
             finally:
                 served.process.kill()
@@ -211,6 +218,32 @@ def test_a_killed_command_leaves_no_process(tmp_path: Path) -> None:
         served.process.wait()
 
         served.until_gone()
+
+
+def test_a_death_during_the_start_is_told_with_its_last_words(tmp_path: Path) -> None:
+    """What cannot start would not fare better the next time; nothing is left of the stack."""
+    with starting(tmp_path) as served:
+        served.until_shown("] router     ready")
+        served.kill("router")
+        _, errors = served.process.communicate(timeout=60)
+
+        assert served.process.returncode == 1
+        assert errors.startswith("farspan: router ended with status -9; the end of ")
+        assert served.processes() == {}
+
+
+def test_the_status_says_that_a_stack_is_starting(tmp_path: Path) -> None:
+    with starting(tmp_path) as served:
+        served.until_shown("Farspan is starting")
+        done = farspan("status", "--port", str(served.port))
+        assert (done.returncode, done.stderr) == (1, "")
+        assert f"port {served.port} is starting" in done.stdout
+
+        served.process.kill()
+        served.process.wait()
+        done = farspan("status", "--port", str(served.port))
+        assert done.returncode == 2
+        assert "the last one was killed" in done.stderr
 
 
 def complete(served: Served, retry_s: float = 0.0) -> str | None:
