@@ -58,8 +58,7 @@ class Generation:
         self._job = job
         self._received: list[int] = []
         self._cached_tokens = 0
-        self._lost: list[pb.WorkerRef] = []  # gone by their own heartbeats
-        self._suspects: list[pb.WorkerRef] = []  # full, or said to be gone; better avoided
+        self._suspects: list[pb.WorkerRef] = []  # full, silent or said to be gone; better avoided
         self._failure: FarspanError | None = None  # why the last attempt ended
         self._patient_until_s = float("inf")
         self._number = 1  # of the attempt, whether it finds workers or not
@@ -76,7 +75,7 @@ class Generation:
         """Find workers that accept the request, elsewhere if the first ones do not."""
         while True:
             try:
-                await self._attempt.place([*self._lost, *self._suspects])
+                await self._attempt.place(self._suspects)
             except (WorkerLost, Overloaded) as error:
                 await self._unplaced(error)
                 continue
@@ -115,8 +114,7 @@ class Generation:
         else:
             lost = self._attempt.lost_worker()
             if lost is not None:
-                self._lost.append(lost)
-                await self._resume(WorkerLost(f"worker {lost.worker_id} is gone"), None)
+                await self._resume(WorkerLost(f"worker {lost.worker_id} is gone"), lost)
 
     async def _finish(self, end: pb.End) -> None:
         if end.reason in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH):
@@ -162,7 +160,7 @@ class Generation:
         is_only_full = isinstance(self._failure, Overloaded) and not self._received
         if is_only_full or self._line.clock() > self._patient_until_s:
             raise self._failure
-        self._suspects.clear()  # better a doubtful worker than none
+        self._suspects.clear()  # better a doubtful worker than none: it may speak again
         await asyncio.sleep(min(_PATIENCE_STEP_S, self._remaining_s()))
         self._next_attempt()
 

@@ -272,6 +272,23 @@ async def test_an_answer_survives_a_restart_of_the_bus(tmp_path: Path) -> None:
     await server.wait()
 
 
+async def test_a_silent_worker_that_speaks_again_may_end_the_answer(nats_url: str) -> None:
+    """A stopped process, or a bus that stood still, is not gone for ever."""
+    async with staged(nats_url, heartbeat_timeout_s=0.6) as stage:
+        stage.plan(TEXT, hold_at=3)
+        stage.plan(TEXT)
+        answering = asyncio.create_task(stage.complete())
+        await eventually(lambda: len(stage.fleet.submits) == 1)
+        stage.fleet.workers["d0"].is_alive = False
+        await asyncio.sleep(1.5)
+        stage.fleet.workers["d0"].is_alive = True
+
+        answer = await answering
+
+    assert text_of(answer) == TEXT
+    assert len(stage.fleet.submits) == 2
+
+
 async def nats_server(port: int, folder: Path) -> asyncio.subprocess.Process:
     """A server of the test's own, answering."""
     with (folder / "nats.log").open("ab") as log:
