@@ -3,6 +3,7 @@
 An exchange ends with a whole response, an error object, or a client that left; never without.
 """
 
+import asyncio
 import logging
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.exchange import Dialect, Exchange, Resources
+from services.gateway.failures import ShuttingDown
 from services.gateway.openai import ChatRequest, CompletionRequest, parse
 from services.gateway.replies import ChatReplies, CompletionReplies
 from services.gateway.wire import ClientGone, Response, read_body, until_gone
@@ -53,6 +55,9 @@ class Endpoint:
                 logger.info("%s: %s", exchange.request_id, error)
             except FarspanError as error:
                 await exchange.fail(error)
+            except asyncio.CancelledError:
+                # The drain has lasted long enough. This task ends with the answer to its client.
+                await exchange.fail(ShuttingDown())
             except Exception:
                 logger.exception("%s failed", exchange.request_id)
                 await exchange.fail(FarspanError("internal error"))

@@ -38,6 +38,13 @@ class InvalidRequest(BadRequest):
         self.status = status
 
 
+class ShuttingDown(FarspanError):
+    """The gateway stops before the answer has ended."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down")
+
+
 @dataclass(frozen=True)
 class HttpFailure:
     """A failure as it goes over HTTP."""
@@ -68,11 +75,13 @@ def as_http(error: FarspanError) -> HttpFailure:
         body = error_object(message, kind="rate_limit_exceeded", code="overloaded")
         return HttpFailure(429, body, {"retry-after": str(seconds)})
     status, code = _SERVER_ERRORS.get(type(error), (500, "internal_error"))
-    return HttpFailure(status, error_object(message, kind="server_error", code=code))
+    headers = {"retry-after": "1"} if status == HTTPStatus.SERVICE_UNAVAILABLE else {}
+    return HttpFailure(status, error_object(message, kind="server_error", code=code), headers)
 
 
 _SERVER_ERRORS: dict[type[FarspanError], tuple[int, str]] = {
     WorkerLost: (503, "no_worker"),
     DeadlineExceeded: (504, "deadline_exceeded"),
     Cancelled: (503, "cancelled"),
+    ShuttingDown: (503, "shutting_down"),
 }

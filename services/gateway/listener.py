@@ -32,7 +32,10 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def listening(app: ASGIApp, config: GatewayConfig) -> AsyncIterator[int]:
-    """Serve inside the block; yields the port. Leaving it finishes the requests in flight."""
+    """Serve inside the block; yields the port. Leaving it finishes the requests in flight.
+
+    What outlasts the drain, or a second wish to stop, is cancelled: it tells client and workers.
+    """
     listener = listen(config.host, config.port)
     settings = uvicorn.Config(
         app,
@@ -51,10 +54,15 @@ async def listening(app: ASGIApp, config: GatewayConfig) -> AsyncIterator[int]:
         yield listener.getsockname()[1]
     finally:
         server.should_exit = True
-        await serving
-        # What outlasted the drain was cancelled; it still has to tell the workers.
-        await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
-        listener.close()
+        try:
+            await serving
+        except asyncio.CancelledError:
+            for task in server.server_state.tasks:
+                task.cancel()
+            raise
+        finally:
+            await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
+            listener.close()
 
 
 def listen(host: str, port: int) -> socket.socket:

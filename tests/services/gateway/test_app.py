@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -382,27 +383,84 @@ async def test_leaving_finishes_what_is_in_flight(nats_url: str) -> None:
     assert answer.json()["choices"][0]["text"] == "One two."
 
 
-async def test_what_outlasts_the_drain_is_cancelled_at_the_workers(nats_url: str) -> None:
-    """A stopping gateway leaves no worker computing for nobody."""
+async def test_what_outlasts_the_drain_ends_with_an_error_and_is_cancelled_at_the_workers(
+    nats_url: str,
+) -> None:
+    """Clients are told to come again, and no worker computes for nobody."""
     config = GatewayConfig("127.0.0.1", 0, nats_url, CHECKPOINT, model=MODEL, drain_s=1.0)
-    plan = Plan(TOKENIZER.encode("One two."), hold_at=1)
+    plans = [Plan(TOKENIZER.encode("One two."), hold_at=1) for _ in range(12)]
     async with (
         bus.connect(nats_url, "fakes") as connection,
-        FakeFleet(connection, MODEL, [plan]).running() as fleet,
+        FakeFleet(connection, MODEL, plans).running() as fleet,
     ):
         await fleet.add_pair()
         async with serve(config) as serving:
             await eventually(lambda: serving.readiness.read()[0])
-            http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{serving.port}")
-            body = {"model": MODEL, "prompt": "x"}
-            answering = asyncio.create_task(http.post("/v1/completions", json=body))
-            await eventually(lambda: len(fleet.submits) == 1)
-        await asyncio.gather(answering, return_exceptions=True)
+            http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{serving.port}", timeout=10)
+            streams, wholes = (
+                [asyncio.create_task(_post(http, is_stream)) for _ in range(count)]
+                for is_stream, count in ((True, 8), (False, 4))
+            )
+            await eventually(lambda: len(fleet.submits) == 12)
+            begun_s = time.monotonic()
+        took_s = time.monotonic() - begun_s
+        answers = await asyncio.gather(*streams, *wholes)
+        await http.aclose()
+
+        await eventually(lambda: len(fleet.cancels) == 24)
+        await eventually(lambda: len(fleet.ended) == 12)
+        assert not serving.readiness.read()[0]
+    assert took_s < 3.0
+    for answer in answers[:8]:
+        *_, last = answer.text.strip().split("\n\n")
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert "[DONE]" not in answer.text
+    for answer in answers[8:]:
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == "shutting_down"
+
+
+async def test_a_second_wish_to_stop_ends_the_drain_with_the_same_error(nats_url: str) -> None:
+    """Ctrl-C twice means now; what a client is told stays true."""
+    config = GatewayConfig("127.0.0.1", 0, nats_url, CHECKPOINT, model=MODEL, drain_s=60.0)
+    async with (
+        bus.connect(nats_url, "fakes") as connection,
+        FakeFleet(
+            connection, MODEL, [Plan(TOKENIZER.encode("One."), hold_at=1)]
+        ).running() as fleet,
+    ):
+        await fleet.add_pair()
+        port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        stopping = asyncio.Event()
+
+        async def process() -> None:
+            async with serve(config) as serving:
+                await eventually(lambda: serving.readiness.read()[0])
+                port.set_result(serving.port)
+                await stopping.wait()
+
+        running = asyncio.create_task(process())
+        http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{await port}", timeout=10)
+        answering = asyncio.create_task(_post(http, is_stream=False))
+        await eventually(lambda: len(fleet.submits) == 1)
+        stopping.set()
+        await asyncio.sleep(0.3)
+        assert not running.done()
+        running.cancel()
+
+        answer = await answering
+        await asyncio.gather(running, return_exceptions=True)
         await http.aclose()
 
         await eventually(lambda: len(fleet.cancels) == 2)
-        await eventually(lambda: len(fleet.ended) == 1)
-        assert not serving.readiness.read()[0]
+    assert answer.json()["error"]["code"] == "shutting_down"
+
+
+async def _post(http: httpx.AsyncClient, is_stream: bool) -> httpx.Response:
+    return await http.post(
+        "/v1/completions", json={"model": MODEL, "prompt": "x", "stream": is_stream}
+    )
 
 
 @pytest.mark.parametrize(
