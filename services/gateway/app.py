@@ -111,9 +111,9 @@ def build_app(resources: Resources, readiness: Readiness) -> FastAPI:
         is_ready, reason = readiness.read()
         return JSONResponse({"ready": is_ready, "reason": reason}, 200 if is_ready else 503)
 
-    app.add_api_route("/livez", livez)
-    app.add_api_route("/readyz", readyz)
-    app.add_api_route("/health", readyz)
+    _add_get(app, "/livez", livez)
+    _add_get(app, "/readyz", readyz)
+    _add_get(app, "/health", readyz)
     return app
 
 
@@ -121,14 +121,14 @@ def _add_models(app: FastAPI, resources: Resources) -> None:
     created = int(time.time())
 
     def model_object() -> dict[str, str | int]:
-        limit = resources.tokenizer.checkpoint.max_context_tokens
-        held = resources.line.fleet.capacity(resources.line.clock()).max_sequence_tokens
         return {
             "id": resources.config.model_name,
             "object": "model",
             "created": created,
             "owned_by": "farspan",
-            "max_model_len": min(limit, held) if held else limit,
+            # Without workers nothing is served; what the model could do is the better answer then.
+            "max_model_len": resources.max_tokens
+            or resources.tokenizer.checkpoint.max_context_tokens,
         }
 
     async def models() -> dict[str, object]:
@@ -142,8 +142,13 @@ def _add_models(app: FastAPI, resources: Resources) -> None:
         )
         return JSONResponse(body, 404)
 
-    app.add_api_route("/v1/models", models)
-    app.add_api_route("/v1/models/{name:path}", model)
+    _add_get(app, "/v1/models", models)
+    _add_get(app, "/v1/models/{name:path}", model)
+
+
+def _add_get(app: FastAPI, path: str, answer: Callable[..., Awaitable[object]]) -> None:
+    """A route for reading; HEAD too, which load balancers ask."""
+    app.add_api_route(path, answer, methods=["GET", "HEAD"])
 
 
 class RequestIds:

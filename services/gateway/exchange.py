@@ -23,7 +23,6 @@ from services.gateway.generation import Generation, Usage, generation
 from services.gateway.intake import (
     Intake,
     fitting_max_new_tokens,
-    largest_prompt,
     sampling_params,
     take_in,
 )
@@ -52,6 +51,12 @@ class Resources:
     config: GatewayConfig
     tokenizer: Tokenizer
     line: Line
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens a request can have now, its answer included; 0 without workers."""
+        held = self.line.fleet.max_sequence_tokens(self.line.clock())
+        return min(self.tokenizer.checkpoint.max_context_tokens, held)
 
 
 @dataclass(frozen=True)
@@ -116,10 +121,7 @@ class Exchange:
         namespace = block_hash.namespace(
             line.model, line.fleet.model_fingerprint(now_s), request.cache_salt or ""
         )
-        largest = largest_prompt(
-            tokenizer.checkpoint.max_context_tokens, line.fleet.capacity(now_s)
-        )
-        arguments = (request, tokenizer, namespace, largest)
+        arguments = (request, tokenizer, namespace, self._resources.max_tokens)
         intake = take_in(*arguments) if is_small else await asyncio.to_thread(take_in, *arguments)
         return request, intake
 
@@ -148,8 +150,7 @@ class Exchange:
             intake.prompt.num_tokens,
             request.max_new_tokens,
             config.default_max_tokens,
-            tokenizer.checkpoint.max_context_tokens,
-            line.fleet.capacity(line.clock()),
+            self._resources.max_tokens,
         )
         sampling = sampling_params(request, tokenizer, max_new_tokens)
         self._span.set(**_request_attributes(sampling, request))

@@ -11,14 +11,6 @@ _ROLE_NAMES = ((pb.ROLE_PREFILL, "prefill"), (pb.ROLE_DECODE, "decode"))
 
 
 @dataclass(frozen=True)
-class Capacity:
-    """The most tokens any ready worker could hold; 0 where none is ready."""
-
-    max_prompt_tokens: int
-    max_sequence_tokens: int
-
-
-@dataclass(frozen=True)
 class _Heard:
     heartbeat: pb.Heartbeat
     at_s: float
@@ -72,15 +64,15 @@ class Fleet:
         absent = [name for role, name in _ROLE_NAMES if not self.ready(role, now_s)]
         return f"no ready {' and no ready '.join(absent)} worker" if absent else ""
 
-    def capacity(self, now_s: float) -> Capacity:
-        """The largest request that some ready prefill and some ready decode worker could hold."""
-        largest = {
-            role: max(
-                (beat.limits.max_sequence_tokens for beat in self.ready(role, now_s)), default=0
-            )
+    def max_sequence_tokens(self, now_s: float) -> int:
+        """The most tokens a request can have, its answer included; 0 when none can be served.
+
+        Prefill must hold the answer too: after a lost worker it computes what was generated.
+        """
+        return min(
+            max((beat.limits.max_sequence_tokens for beat in self.ready(role, now_s)), default=0)
             for role, _ in _ROLE_NAMES
-        }
-        return Capacity(largest[pb.ROLE_PREFILL], largest[pb.ROLE_DECODE])
+        )
 
     def model_fingerprint(self, now_s: float) -> str:
         """The revision that block hashes are made for; of several, the same choice everywhere."""

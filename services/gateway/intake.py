@@ -11,7 +11,6 @@ from typing import Any
 
 from services.gateway.answer import Answer
 from services.gateway.failures import InvalidRequest
-from services.gateway.fleet import Capacity
 from services.gateway.glm import GlmParser, Parser, PlainParser
 from services.gateway.openai import ChatRequest, CompletionRequest, Message, Sampled
 from services.gateway.tokenizer import Tokenizer
@@ -45,7 +44,7 @@ def take_in(
     request: ChatRequest | CompletionRequest,
     tokenizer: Tokenizer,
     namespace: bytes,
-    max_prompt_tokens: int,
+    max_tokens: int,
 ) -> Intake:
     """Tokens and text stages of a request. Heavy for long prompts: run it in a thread.
 
@@ -54,13 +53,13 @@ def take_in(
     parser: Parser
     if isinstance(request, ChatRequest):
         text = tokenizer.render(_turns(request), _tools(request), _template_options(request))
-        token_ids = _encode(tokenizer, text, "messages", max_prompt_tokens)
+        token_ids = _encode(tokenizer, text, "messages", max_tokens)
         schemas = {
             tool.function.name: tool.function.parameters or {} for tool in request.offered_tools
         }
         parser = GlmParser(schemas, is_reasoning=text.rstrip().endswith("<think>"))
     else:
-        token_ids = _completion_tokens(request, tokenizer, max_prompt_tokens)
+        token_ids = _completion_tokens(request, tokenizer, max_tokens)
         parser = PlainParser()
     data = block_hash.token_bytes(token_ids)
     hashes = block_hash.pack(block_hash.block_hashes(namespace, data))
@@ -88,34 +87,27 @@ def sampling_params(
 
 
 def fitting_max_new_tokens(
-    num_prompt_tokens: int,
-    asked: int | None,
-    default: int,
-    max_context_tokens: int,
-    capacity: Capacity,
+    num_prompt_tokens: int, asked: int | None, default: int, max_tokens: int
 ) -> int:
-    """How long the answer may be. Raises InvalidRequest when the request could never fit."""
-    limit = min(max_context_tokens, capacity.max_sequence_tokens)
-    largest = largest_prompt(max_context_tokens, capacity)
-    if num_prompt_tokens > largest:
+    """How long the answer may be, where prompt and answer have max_tokens together.
+
+    Raises InvalidRequest when the request could never fit.
+    """
+    room = max_tokens - num_prompt_tokens
+    if room < 1:
         raise InvalidRequest(
-            f"the prompt has {num_prompt_tokens} tokens, the most that can be served is {largest}",
+            f"the prompt has {num_prompt_tokens} tokens and the answer needs one, the most that can"
+            f" be served together is {max_tokens}",
             code=TOO_LONG,
         )
-    room = limit - num_prompt_tokens
     if asked is not None and asked > room:
         raise InvalidRequest(
             f"the prompt's {num_prompt_tokens} tokens and {asked} new ones are more than the"
-            f" {limit} that can be served",
+            f" {max_tokens} that can be served",
             param="max_tokens",
             code=TOO_LONG,
         )
     return min(default, room) if asked is None else asked
-
-
-def largest_prompt(max_context_tokens: int, capacity: Capacity) -> int:
-    """The most prompt tokens that leave room for one token of an answer."""
-    return min(max_context_tokens - 1, capacity.max_prompt_tokens, capacity.max_sequence_tokens - 1)
 
 
 def _turns(request: ChatRequest) -> list[dict[str, Any]]:
@@ -182,7 +174,7 @@ def _completion_tokens(
 def _encode(tokenizer: Tokenizer, text: str, param: str, max_tokens: int) -> list[int]:
     if tokenizer.surely_exceeds(text, max_tokens):
         raise InvalidRequest(
-            f"the prompt has more than the {max_tokens} tokens that can be served",
+            f"the prompt alone has more than the {max_tokens} tokens that can be served",
             param=param,
             code=TOO_LONG,
         )

@@ -23,6 +23,8 @@ from services.gateway.failures import InvalidRequest
 MAX_INT = 2**31 - 1
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1000
+MAX_MESSAGES = 16384  # checked and rendered within half a second
+MAX_TOOLS = 1024
 
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 
@@ -169,9 +171,9 @@ class Sampled(_Shape):
 class ChatRequest(Sampled):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Any = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

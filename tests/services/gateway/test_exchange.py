@@ -213,7 +213,7 @@ async def test_an_unknown_model_is_not_found(stage: Stage) -> None:
 
 
 async def test_what_can_never_fit_is_refused(nats_url: str) -> None:
-    """By the largest worker's limits, before anybody is bothered."""
+    """Before anybody is bothered. Both roles hold prompt and answer: either may have to resume."""
     async with staged(nats_url, is_empty=True) as stage:
         await stage.fleet.add(pb.ROLE_PREFILL, "p0", max_sequence_tokens=60)
         await stage.fleet.add(pb.ROLE_DECODE, "d0", max_sequence_tokens=80)
@@ -222,11 +222,13 @@ async def test_what_can_never_fit_is_refused(nats_url: str) -> None:
         def sized(num_tokens: int, max_tokens: int | None) -> dict[str, Any]:
             return {"model": MODEL, "prompt": [5] * num_tokens, "max_tokens": max_tokens}
 
-        for body in (sized(61, 1), sized(60, 21), sized(100, None), sized(5, 2**31 - 1)):
+        for body in (sized(60, 1), sized(40, 21), sized(100, None), sized(5, 2**31 - 1)):
             status, error = await refused(stage, COMPLETIONS, json=body)
             assert (status, error["code"]) == (400, "context_length_exceeded")
         stage.plan("One.")
-        assert (await stage.http.post(COMPLETIONS, json=sized(60, 20))).status_code == 200
+        assert (await stage.http.post(COMPLETIONS, json=sized(40, 20))).status_code == 200
+        models = await stage.client.models.list()
+        assert models.data[0].model_dump()["max_model_len"] == 60
 
 
 async def test_a_prompt_over_the_context_limit_is_refused_in_time(nats_url: str) -> None:
@@ -253,6 +255,24 @@ async def test_a_text_far_over_the_fleet_s_limit_is_refused_in_time(nats_url: st
         status, error = await refused(stage, CHAT, json=chat(messages=[message]))
 
         assert (status, error["code"]) == (400, "context_length_exceeded")
+
+
+async def test_messages_beyond_number_are_refused_in_time(stage: Stage) -> None:
+    """Checking and rendering each of them would take ten seconds."""
+    message = {"role": "user", "content": "a"}
+    body = json.dumps(chat(messages=[message] * 300_000)).encode()
+
+    status, error = await refused(stage, CHAT, content=body)
+
+    assert (status, error["param"]) == (400, "messages")
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/health", "/v1/models"])
+async def test_what_can_be_read_can_be_asked_for_without_its_body(stage: Stage, path: str) -> None:
+    """Load balancers ask with HEAD."""
+    answer = await stage.http.head(path)
+
+    assert (answer.status_code, answer.content) == (200, b"")
 
 
 async def test_a_body_over_the_limit_is_cut_off_while_it_is_read(nats_url: str) -> None:

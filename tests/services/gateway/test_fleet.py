@@ -1,6 +1,6 @@
 """The gateway's picture of the fleet: silence, new lives, and what fits."""
 
-from services.gateway.fleet import Capacity, Fleet
+from services.gateway.fleet import Fleet
 from shared import farspan_pb2 as pb
 
 
@@ -86,7 +86,7 @@ def test_a_draining_worker_keeps_its_requests_and_gets_no_new_ones() -> None:
     assert fleet.is_lost(ref("p"), 0.0, 100.1)
 
 
-def test_capacity_is_that_of_the_largest_ready_workers() -> None:
+def test_a_request_may_have_what_the_largest_workers_of_both_roles_hold() -> None:
     """Of this model only."""
     fleet = Fleet("m", 3.0)
     fleet.hear(beat("p1", max_tokens=10), 100.0)
@@ -94,7 +94,7 @@ def test_capacity_is_that_of_the_largest_ready_workers() -> None:
     fleet.hear(beat("p3", max_tokens=99, model="other"), 100.0)
     fleet.hear(beat("d1", max_tokens=15, role=pb.ROLE_DECODE), 100.0)
 
-    assert fleet.capacity(100.0) == Capacity(max_prompt_tokens=20, max_sequence_tokens=15)
+    assert fleet.max_sequence_tokens(100.0) == 15
     assert fleet.missing(100.0) == ""
     assert fleet.model_fingerprint(100.0) == "f"
-    assert fleet.capacity(200.0) == Capacity(0, 0)
+    assert fleet.max_sequence_tokens(200.0) == 0
