@@ -40,12 +40,15 @@ class Router:
         self._fleet = Fleet(time.monotonic, config.silence_s)
         self._promises = Promises(time.monotonic)
         self._is_index_away = False
+        self._is_learning = True
         self._counts: Counter[str] = Counter()
 
     def state(self) -> tuple[bool, str]:
         """Readiness and its reason, for the probe's thread."""
         if not self._bus.is_connected:
             return False, "NATS is away"
+        if self._is_learning:
+            return False, "hearing which workers there are"
         return True, "kv_index is away, placing by load alone" if self._is_index_away else "ready"
 
     def details(self) -> dict[str, int]:
@@ -57,6 +60,11 @@ class Router:
             "open_promises": len(self._promises),
             "workers": len(self._fleet.live()),
         }
+
+    async def learn_fleet(self) -> None:
+        """Return when every worker has had time to be heard."""
+        await asyncio.sleep(self._config.learn_s)
+        self._is_learning = False
 
     async def on_heartbeat(self, heartbeat: pb.Heartbeat) -> None:
         """Keep the fleet's view fresh."""
@@ -167,6 +175,7 @@ async def serve(config: RouterConfig) -> AsyncIterator[Router]:
             lifecycle.health(config.health_host, config.health_port, router.state),
             link.listen(subjects.HEARTBEAT, router.on_heartbeat),
             link.listen(subjects.PLACEMENT_ENDED, router.on_ended),
-            service.answering(link, subjects.PLACE, router.place),
         ):
-            yield router
+            await router.learn_fleet()
+            async with service.answering(link, subjects.PLACE, router.place):
+                yield router

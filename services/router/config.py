@@ -19,6 +19,7 @@ class RouterConfig:
     # A placement without hits costs a prefill; waiting longer for an index that is away costs more.
     index_timeout_s: float = 0.1
     silence_s: float = 3.0  # six heartbeats
+    learn_s: float = 0.6  # a heartbeat and a little: before that the fleet is not known
     max_waiting: int = Rates.max_waiting
     link_bytes_per_s: float = Rates.link_bytes_per_s
 

@@ -36,7 +36,7 @@ async def link(nats_url: str) -> AsyncIterator[Bus]:
 
 @pytest.fixture
 def config(nats_url: str) -> RouterConfig:
-    return RouterConfig(nats_url=nats_url, kv_index_address=f"127.0.0.1:{free_port()}")
+    return RouterConfig(nats_url=nats_url, kv_index_address=f"127.0.0.1:{free_port()}", learn_s=0)
 
 
 @asynccontextmanager
@@ -95,6 +95,36 @@ def placing(num_tokens: int = 1000, **values: object) -> pb.PlaceRequest:
 
 async def place(link: Bus, wanted: pb.PlaceRequest) -> pb.PlaceReply:
     return await link.request(subjects.PLACE, wanted, timeout_s=5)
+
+
+async def test_a_router_answers_nobody_before_it_has_heard_the_fleet(
+    config: RouterConfig, link: Bus
+) -> None:
+    """Its first answers would be that there are no workers."""
+
+    async def beat() -> None:
+        while True:
+            for heartbeat_ in fleet():
+                await link.publish(subjects.HEARTBEAT, heartbeat_)
+            await asyncio.sleep(0.2)
+
+    async def serve() -> None:
+        async with app.serve(replace(config, learn_s=0.4)):
+            await asyncio.sleep(DEADLINE_S)
+
+    tasks = [asyncio.create_task(beat()), asyncio.create_task(serve())]
+    reply = None
+    async with asyncio.timeout(5):
+        while reply is None:
+            try:
+                reply = await place(link, placing())
+            except WorkerLost:
+                await asyncio.sleep(0.02)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert reply.HasField("placement"), reply.failure.message
 
 
 async def test_a_request_goes_where_its_prefix_is(config: RouterConfig, link: Bus) -> None:
