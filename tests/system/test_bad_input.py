@@ -18,8 +18,7 @@ from tests.system.watch import Watch, watching
 
 CHAT, COMPLETIONS = "/chat/completions", "/completions"
 HUGE = 10**30
-# On the small stack: prefill holds a prompt, decode holds it with its answer.
-MOST_PROMPT_TOKENS, MOST_TOKENS = 2048, 2688
+MOST_TOKENS = 2048  # of prompt and answer: prefill's pool on the small stack, decode's is larger
 CONTEXT = 1 << 20  # of the model
 USER = {"role": "user", "content": "What does river mean?"}
 
@@ -81,7 +80,7 @@ BAD = {
         "context_length_exceeded",
     ),
     "a prompt that no worker could hold": Bad(
-        COMPLETIONS, completion(prompt=[5] * (MOST_PROMPT_TOKENS + 1)), "context_length_exceeded"
+        COMPLETIONS, completion(prompt=[5] * MOST_TOKENS), "context_length_exceeded"
     ),
     "an answer that no worker could hold": Bad(
         COMPLETIONS,
@@ -154,7 +153,7 @@ async def test_the_longest_request_that_fits_is_served(
     """The limits are where they are said to be; one token more was refused above."""
     models = (await http.get("/models")).json()["data"]
     assert models[0]["max_model_len"] == MOST_TOKENS
-    longest_prompt = completion(prompt=[5] * MOST_PROMPT_TOKENS, max_tokens=2)
+    longest_prompt = completion(prompt=[5] * (MOST_TOKENS - 1), max_tokens=1)
     longest_answer = completion(prompt=[5] * 2000, max_tokens=MOST_TOKENS - 2000, stop=["e"])
 
     for body in (longest_prompt, longest_answer):
@@ -186,7 +185,7 @@ async def test_a_client_gone_before_the_first_token_leaves_nothing(
     http: httpx.AsyncClient, watch: Watch, is_stream: bool
 ) -> None:
     """Most of a long prompt is never computed."""
-    prompt = [7 + number % 4000 for number in range(MOST_PROMPT_TOKENS - 100)]
+    prompt = [7 + number % 4000 for number in range(MOST_TOKENS - 100)]
     body = completion(prompt=prompt, max_tokens=50, stream=is_stream)
     asking = asyncio.create_task(http.post(COMPLETIONS, json=body))
     await watch.eventually(lambda: watch.submits)
