@@ -65,11 +65,6 @@ class Attempt:
         self._is_closed = False
         self._started_at_s = line.clock()
 
-    @property
-    def prefill(self) -> pb.WorkerRef | None:
-        """The worker the request is submitted to, once there is one."""
-        return None if self.placement is None else self.placement.prefill
-
     async def place(self, excluded: Sequence[pb.WorkerRef]) -> None:
         """Get two workers. Raises what the router refuses with, WorkerLost if none answers."""
         request = pb.PlaceRequest(
@@ -94,7 +89,7 @@ class Attempt:
 
     async def submit(self) -> None:
         """Hand the request to its prefill worker; from now on tokens arrive in the inbox."""
-        placement = self._placed()
+        placement = self.placed
         self.inbox = Inbox(self._num_received, [placement.prefill, placement.decode])
         self._line.mailroom.add(self.request_id, self.inbox)
         self._started_at_s = self._line.clock()
@@ -157,7 +152,9 @@ class Attempt:
     def _num_received(self) -> int:
         return len(self._received) // 4
 
-    def _placed(self) -> pb.Placement:
+    @property
+    def placed(self) -> pb.Placement:
+        """The placement, after `place`."""
         assert self.placement is not None, "submit comes after place"
         return self.placement
 

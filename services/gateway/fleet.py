@@ -49,6 +49,16 @@ class Fleet:
             at_s = max(at_s, known.at_s)
         return now_s - at_s > self._timeout_s
 
+    def is_heard_after(self, at_s: float, worker: pb.WorkerRef) -> bool:
+        """Whether this life of a worker, found silent at at_s, has spoken since."""
+        known = self._heard.get(worker.worker_id)
+        return (
+            known is not None
+            and known.at_s > at_s
+            and known.heartbeat.worker.epoch == worker.epoch
+            and known.heartbeat.state != pb.SERVICE_STATE_STOPPED
+        )
+
     def ready(self, role: pb.Role, now_s: float) -> list[pb.Heartbeat]:
         """The last heartbeats of the workers of a role that take requests."""
         return [

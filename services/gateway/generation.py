@@ -34,6 +34,14 @@ class Usage:
     completion_tokens: int
 
 
+@dataclass(frozen=True)
+class _Suspect:
+    """A worker better avoided: until it is heard after it was found silent, else for good."""
+
+    worker: pb.WorkerRef
+    silent_at_s: float = float("inf")
+
+
 @asynccontextmanager
 async def generation(line: Line, job: Job) -> AsyncIterator["Generation"]:
     """An accepted request; leaving the block ends it everywhere, in whatever state it is.
@@ -58,7 +66,7 @@ class Generation:
         self._job = job
         self._received: list[int] = []
         self._cached_tokens = 0
-        self._suspects: list[pb.WorkerRef] = []  # full, silent or said to be gone; better avoided
+        self._suspects: list[_Suspect] = []  # full, silent or said to be gone
         self._failure: FarspanError | None = None  # why the last attempt ended
         self._patient_until_s = float("inf")
         self._number = 1  # of the attempt, whether it finds workers or not
@@ -75,7 +83,7 @@ class Generation:
         """Find workers that accept the request, elsewhere if the first ones do not."""
         while True:
             try:
-                await self._attempt.place(self._suspects)
+                await self._attempt.place(self._excluded())
             except (WorkerLost, Overloaded) as error:
                 await self._unplaced(error)
                 continue
@@ -83,7 +91,7 @@ class Generation:
             try:
                 await self._attempt.submit()
             except (WorkerLost, Overloaded) as error:
-                await self._retry(error, self._attempt.prefill)
+                await self._retry(error, _Suspect(self._attempt.placed.prefill))
             else:
                 return
 
@@ -114,7 +122,8 @@ class Generation:
         else:
             lost = self._attempt.lost_worker()
             if lost is not None:
-                await self._resume(WorkerLost(f"worker {lost.worker_id} is gone"), lost)
+                suspect = _Suspect(lost, self._line.clock())
+                await self._resume(WorkerLost(f"worker {lost.worker_id} is gone"), suspect)
 
     async def _finish(self, end: pb.End) -> None:
         if end.reason in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH):
@@ -128,7 +137,7 @@ class Generation:
             raise error
         await self._resume(error, self._suspect_of(error))
 
-    async def _resume(self, error: FarspanError, suspect: pb.WorkerRef | None) -> None:
+    async def _resume(self, error: FarspanError, suspect: _Suspect | None) -> None:
         """Continue on other workers, unless every token is here and only the end was lost."""
         sampling = self._job.sampling
         if self._received and self._received[-1] in sampling.stop_token_ids:
@@ -139,7 +148,7 @@ class Generation:
             await self._retry(error, suspect)
             await self.start()
 
-    async def _retry(self, error: FarspanError, suspect: pb.WorkerRef | None) -> None:
+    async def _retry(self, error: FarspanError, suspect: _Suspect | None) -> None:
         """Give the attempt up and make the next one ready; raises the error after the last."""
         await self._attempt.close()
         if self.num_attempts >= MAX_ATTEMPTS:
@@ -168,14 +177,25 @@ class Generation:
         self._number += 1
         self._attempt = Attempt(self._line, self._job, self._number, self._received)
 
-    def _suspect_of(self, error: FarspanError) -> pb.WorkerRef | None:
+    def _excluded(self) -> list[pb.WorkerRef]:
+        fleet = self._line.fleet
+        return [
+            suspect.worker
+            for suspect in self._suspects
+            if not fleet.is_heard_after(suspect.silent_at_s, suspect.worker)
+        ]
+
+    def _suspect_of(self, error: FarspanError) -> _Suspect | None:
         """Who is to be avoided after a worker ended the answer with this error."""
         placement, sender = self._attempt.placement, self._attempt.inbox.end_sender
         if placement is None:
             return None
         if isinstance(error, Overloaded):
-            return placement.decode  # prefill says so when it is asked, in its reply to the submit
-        return placement.decode if sender == placement.prefill else placement.prefill
+            return _Suspect(
+                placement.decode
+            )  # prefill says so when it is asked, in its reply to the submit
+        is_from_prefill = sender == placement.prefill
+        return _Suspect(placement.decode if is_from_prefill else placement.prefill)
 
     def _note_cached(self) -> None:
         """The first attempt that delivers tells the hit: later ones would find what it computed."""

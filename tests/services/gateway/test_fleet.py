@@ -65,6 +65,21 @@ def test_a_worker_never_heard_of_has_the_same_time_to_speak() -> None:
     assert fleet.is_lost(ref("new"), 100.0, 103.1)
 
 
+def test_a_silent_worker_is_heard_again_in_the_same_life_only() -> None:
+    """Another life has lost the requests, and one that stops takes none."""
+    fleet = Fleet("m", 3.0)
+    fleet.hear(beat("p", 5), 100.0)
+    assert not fleet.is_heard_after(103.1, ref("p", 5))
+
+    fleet.hear(beat("p", 5), 104.0)
+    assert fleet.is_heard_after(103.1, ref("p", 5))
+    assert not fleet.is_heard_after(103.1, ref("p", 4))
+    assert not fleet.is_heard_after(103.1, ref("q"))
+
+    fleet.hear(beat("p", 5, state=pb.SERVICE_STATE_STOPPED), 105.0)
+    assert not fleet.is_heard_after(103.1, ref("p", 5))
+
+
 def test_silence_the_gateway_is_to_blame_for_is_forgiven() -> None:
     """With its own connection away, every worker is silent."""
     fleet = Fleet("m", 3.0)

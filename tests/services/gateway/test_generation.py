@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,28 @@ async def test_an_answer_survives_a_restart_of_the_bus(tmp_path: Path) -> None:
     await server.wait()
 
 
+async def test_an_answer_survives_a_bus_that_stands_still(tmp_path: Path) -> None:
+    """Longer than any silence that counts, while the connection looks alive all the time."""
+    port = free_port()
+    server = await nats_server(port, tmp_path)
+    async with staged(f"nats://127.0.0.1:{port}") as stage:
+        stage.plan(TEXT, hold_at=2)
+        stage.plan(TEXT)
+        answering = asyncio.create_task(stage.complete(stream=True))
+        await eventually(lambda: len(stage.fleet.submits) == 1)
+        server.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(4.0)
+        server.send_signal(signal.SIGCONT)
+
+        answer = await answering
+
+        chunks = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+        assert chunks.pop() == "[DONE]"
+        assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks) == TEXT
+    server.kill()
+    await server.wait()
+
+
 async def test_a_silent_worker_that_speaks_again_may_end_the_answer(nats_url: str) -> None:
     """A stopped process, or a bus that stood still, is not gone for ever."""
     async with staged(nats_url, heartbeat_timeout_s=0.6) as stage:
@@ -287,6 +310,25 @@ async def test_a_silent_worker_that_speaks_again_may_end_the_answer(nats_url: st
 
     assert text_of(answer) == TEXT
     assert len(stage.fleet.submits) == 2
+
+
+async def test_a_silent_worker_that_speaks_again_is_as_good_as_others(nats_url: str) -> None:
+    """The other one is full; nobody is told so while a healthy worker waits."""
+    async with staged(nats_url, heartbeat_timeout_s=0.6) as stage:
+        await stage.fleet.add(pb.ROLE_DECODE, "d1")
+        stage.plan(TEXT, hold_at=0)
+        stage.plan(TEXT, hold_at=0, fail_at=0, failure=OVERLOADED)
+        stage.plan(TEXT)
+        answering = asyncio.create_task(stage.complete())
+        await eventually(lambda: len(stage.fleet.submits) == 1)
+        stage.fleet.workers["d0"].is_alive = False
+        await eventually(lambda: len(stage.fleet.submits) == 2)
+        stage.fleet.workers["d0"].is_alive = True
+        await asyncio.sleep(0.4)  # it is heard
+        stage.fleet.release()
+
+        assert text_of(await answering) == TEXT
+        assert [each.decode.worker_id for each in stage.fleet.submits] == ["d0", "d1", "d0"]
 
 
 async def nats_server(port: int, folder: Path) -> asyncio.subprocess.Process:
