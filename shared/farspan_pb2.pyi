@@ -87,7 +87,7 @@ class Failure(_message.Message):
     def __init__(self, kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class PlaceRequest(_message.Message):
-    __slots__ = ("request_id", "model", "block_hashes", "num_prompt_tokens", "max_new_tokens", "deadline_unix_ms", "excluded")
+    __slots__ = ("request_id", "model", "block_hashes", "num_prompt_tokens", "max_new_tokens", "deadline_unix_ms", "excluded", "priority", "known_as")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +95,8 @@ class PlaceRequest(_message.Message):
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     EXCLUDED_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_AS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     block_hashes: bytes
@@ -102,7 +104,9 @@ class PlaceRequest(_message.Message):
     max_new_tokens: int
     deadline_unix_ms: int
     excluded: _containers.RepeatedCompositeFieldContainer[WorkerRef]
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., deadline_unix_ms: _Optional[int] = ..., excluded: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ...) -> None: ...
+    priority: int
+    known_as: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., deadline_unix_ms: _Optional[int] = ..., excluded: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ..., priority: _Optional[int] = ..., known_as: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("prefill", "decode", "prefill_hit_tokens", "decode_hit_tokens", "reason")
@@ -413,12 +417,16 @@ class ResendTokens(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., from_index: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_sequence_tokens", "max_concurrent")
+    __slots__ = ("max_sequence_tokens", "max_concurrent", "max_whole_pages", "leased_device_pages")
     MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_CONCURRENT_FIELD_NUMBER: _ClassVar[int]
+    MAX_WHOLE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    LEASED_DEVICE_PAGES_FIELD_NUMBER: _ClassVar[int]
     max_sequence_tokens: int
     max_concurrent: int
-    def __init__(self, max_sequence_tokens: _Optional[int] = ..., max_concurrent: _Optional[int] = ...) -> None: ...
+    max_whole_pages: int
+    leased_device_pages: int
+    def __init__(self, max_sequence_tokens: _Optional[int] = ..., max_concurrent: _Optional[int] = ..., max_whole_pages: _Optional[int] = ..., leased_device_pages: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("num_running", "num_waiting", "waiting_tokens", "free_blocks", "total_blocks", "free_device_pages", "total_device_pages", "free_index_pages", "total_index_pages", "tokens_per_s", "hot_hits", "hot_misses", "host_read_bytes", "kv_bytes_moved")
@@ -453,7 +461,7 @@ class Load(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_device_pages: _Optional[int] = ..., total_device_pages: _Optional[int] = ..., free_index_pages: _Optional[int] = ..., total_index_pages: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., hot_hits: _Optional[int] = ..., hot_misses: _Optional[int] = ..., host_read_bytes: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("worker", "role", "state", "model", "layout", "limits", "load", "event_sequence")
+    __slots__ = ("worker", "role", "state", "model", "layout", "limits", "load", "event_sequence", "block_digest")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -462,6 +470,7 @@ class Heartbeat(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     EVENT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_DIGEST_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerRef
     role: Role
     state: ServiceState
@@ -470,15 +479,18 @@ class Heartbeat(_message.Message):
     limits: Limits
     load: Load
     event_sequence: int
-    def __init__(self, worker: _Optional[_Union[WorkerRef, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., state: _Optional[_Union[ServiceState, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., event_sequence: _Optional[int] = ...) -> None: ...
+    block_digest: bytes
+    def __init__(self, worker: _Optional[_Union[WorkerRef, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., state: _Optional[_Union[ServiceState, str]] = ..., model: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., event_sequence: _Optional[int] = ..., block_digest: _Optional[bytes] = ...) -> None: ...
 
 class BlocksStored(_message.Message):
-    __slots__ = ("tier", "block_hashes")
+    __slots__ = ("tier", "block_hashes", "num_tokens")
     TIER_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     tier: Tier
     block_hashes: bytes
-    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., block_hashes: _Optional[bytes] = ...) -> None: ...
+    num_tokens: int
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., block_hashes: _Optional[bytes] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class BlocksRemoved(_message.Message):
     __slots__ = ("tier", "block_hashes")
@@ -537,3 +549,120 @@ class ReplayReply(_message.Message):
     batches: _containers.RepeatedCompositeFieldContainer[BlockEvents]
     snapshot: BlockSnapshot
     def __init__(self, batches: _Optional[_Iterable[_Union[BlockEvents, _Mapping]]] = ..., snapshot: _Optional[_Union[BlockSnapshot, _Mapping]] = ...) -> None: ...
+
+class Reservation(_message.Message):
+    __slots__ = ("prefill", "decode", "prefill_tokens", "prefill_s", "decode_pages", "device_pages", "lifetime_ms")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    LIFETIME_MS_FIELD_NUMBER: _ClassVar[int]
+    prefill: WorkerRef
+    decode: WorkerRef
+    prefill_tokens: int
+    prefill_s: float
+    decode_pages: int
+    device_pages: int
+    lifetime_ms: int
+    def __init__(self, prefill: _Optional[_Union[WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[WorkerRef, _Mapping]] = ..., prefill_tokens: _Optional[int] = ..., prefill_s: _Optional[float] = ..., decode_pages: _Optional[int] = ..., device_pages: _Optional[int] = ..., lifetime_ms: _Optional[int] = ...) -> None: ...
+
+class Promised(_message.Message):
+    __slots__ = ("prefill_tokens", "num_new", "num_requests", "num_pages", "num_device_pages")
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_NEW_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEVICE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    prefill_tokens: int
+    num_new: int
+    num_requests: int
+    num_pages: int
+    num_device_pages: int
+    def __init__(self, prefill_tokens: _Optional[int] = ..., num_new: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_device_pages: _Optional[int] = ...) -> None: ...
+
+class WorkerView(_message.Message):
+    __slots__ = ("heartbeat", "promised")
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_FIELD_NUMBER: _ClassVar[int]
+    heartbeat: Heartbeat
+    promised: Promised
+    def __init__(self, heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., promised: _Optional[_Union[Promised, _Mapping]] = ...) -> None: ...
+
+class DecisionInputs(_message.Message):
+    __slots__ = ("request", "prefix_digest", "workers", "hits", "rates", "lifetime_s")
+    class RatesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    RATES_FIELD_NUMBER: _ClassVar[int]
+    LIFETIME_S_FIELD_NUMBER: _ClassVar[int]
+    request: PlaceRequest
+    prefix_digest: bytes
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerView]
+    hits: _containers.RepeatedCompositeFieldContainer[PrefixHit]
+    rates: _containers.ScalarMap[str, float]
+    lifetime_s: float
+    def __init__(self, request: _Optional[_Union[PlaceRequest, _Mapping]] = ..., prefix_digest: _Optional[bytes] = ..., workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., hits: _Optional[_Iterable[_Union[PrefixHit, _Mapping]]] = ..., rates: _Optional[_Mapping[str, float]] = ..., lifetime_s: _Optional[float] = ...) -> None: ...
+
+class Score(_message.Message):
+    __slots__ = ("worker", "role", "left_out", "must_wait", "cost_s", "hit_tokens", "figures")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    MUST_WAIT_FIELD_NUMBER: _ClassVar[int]
+    COST_S_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIGURES_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerRef
+    role: Role
+    left_out: str
+    must_wait: bool
+    cost_s: float
+    hit_tokens: int
+    figures: str
+    def __init__(self, worker: _Optional[_Union[WorkerRef, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., left_out: _Optional[str] = ..., must_wait: _Optional[bool] = ..., cost_s: _Optional[float] = ..., hit_tokens: _Optional[int] = ..., figures: _Optional[str] = ...) -> None: ...
+
+class DecisionOutcome(_message.Message):
+    __slots__ = ("placement", "failure", "reservation", "scores")
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    placement: Placement
+    failure: Failure
+    reservation: Reservation
+    scores: _containers.RepeatedCompositeFieldContainer[Score]
+    def __init__(self, placement: _Optional[_Union[Placement, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., reservation: _Optional[_Union[Reservation, _Mapping]] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ...) -> None: ...
+
+class DecisionRecord(_message.Message):
+    __slots__ = ("router_id", "decided_unix_ms", "inputs", "outcome")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    decided_unix_ms: int
+    inputs: DecisionInputs
+    outcome: DecisionOutcome
+    def __init__(self, router_id: _Optional[str] = ..., decided_unix_ms: _Optional[int] = ..., inputs: _Optional[_Union[DecisionInputs, _Mapping]] = ..., outcome: _Optional[_Union[DecisionOutcome, _Mapping]] = ...) -> None: ...
+
+class DecisionQuery(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class DecisionReply(_message.Message):
+    __slots__ = ("records",)
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    records: _containers.RepeatedCompositeFieldContainer[DecisionRecord]
+    def __init__(self, records: _Optional[_Iterable[_Union[DecisionRecord, _Mapping]]] = ...) -> None: ...
