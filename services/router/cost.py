@@ -13,6 +13,9 @@ from shared.block_hash import BLOCK_TOKENS
 # twice, and a burst with one prefix stays where the prefix is being computed.
 _OWN_WEIGHT = 2.0
 
+_QUEUE_SHARES = {-2: 0.25, -1: 0.5, 0: 0.75, 1: 0.875, 2: 1.0}  # of Rates.max_waiting
+MIN_PRIORITY, MAX_PRIORITY = min(_QUEUE_SHARES), max(_QUEUE_SHARES)
+
 
 class Bid(NamedTuple):
     """One worker's price for a request."""
@@ -22,7 +25,9 @@ class Bid(NamedTuple):
     cost_s: float
     hit_tokens: int
     work_tokens: int  # prefill: tokens to compute
-    num_pages: int  # decode: pages to take
+    num_pages: int  # decode: pages to take in host and index pool
+    num_device_pages: int  # decode: and in the device pool; 0 = the worker has not told
+    earliest_s: float  # the first token cannot come sooner; 0 where nothing is measured
     figures: str
 
     @property
@@ -45,13 +50,16 @@ def prefill_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates
         own_s += hit_tokens * worker.kv_bytes_per_token / rates.host_load_bytes_per_s
     block_tokens = BLOCK_TOKENS * max(1, worker.heartbeat.layout.dcp_size)
     num_blocks = _ceil(prompt_tokens, block_tokens) - hit_tokens // block_tokens
+    num_promised_blocks = _ceil(worker.promised.prefill_tokens, block_tokens)
     return Bid(
         worker,
-        must_wait=num_blocks > load.free_blocks,
+        must_wait=num_blocks + num_promised_blocks > load.free_blocks,
         cost_s=queue_s + _OWN_WEIGHT * own_s,
         hit_tokens=hit_tokens,
         work_tokens=own_tokens,
         num_pages=0,
+        num_device_pages=0,
+        earliest_s=queue_s + own_s if load.tokens_per_s else 0.0,
         figures=f"queue {queue_s:.3f} s, own {own_s:.3f} s, hit {hit_tokens} tokens",
     )
 
@@ -68,8 +76,13 @@ def decode_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates:
     index = _fullness(
         load.free_index_pages, load.total_index_pages, worker.promised.num_pages, num_pages
     )
-    # How many device pages a request needs depends on the worker's residency: one must be free.
-    device = _fullness(load.free_device_pages, load.total_device_pages, 0, 1)
+    device_pages = num_device_pages(request, worker.heartbeat.limits)
+    device = _fullness(
+        load.free_device_pages,
+        load.total_device_pages,
+        worker.promised.num_device_pages,
+        max(1, device_pages),
+    )
     num_requests = max(load.num_running + load.num_waiting, worker.promised.num_requests)
     max_concurrent = max(1, worker.heartbeat.limits.max_concurrent)
     fullness = max(host, index, device)
@@ -81,6 +94,8 @@ def decode_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates:
         hit_tokens=hit_tokens,
         work_tokens=0,
         num_pages=num_pages,
+        num_device_pages=device_pages,
+        earliest_s=0.0,  # prefill sends the first token itself
         figures=f"import {import_s:.3f} s, pressure {pressure_s:.3f} s, hit {hit_tokens} tokens",
     )
 
@@ -88,6 +103,29 @@ def decode_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates:
 def num_decode_pages(request: pb.PlaceRequest) -> int:
     """Host and index pages for the prompt and the longest answer."""
     return _ceil(request.num_prompt_tokens + request.max_new_tokens, BLOCK_TOKENS)
+
+
+def num_device_pages(request: pb.PlaceRequest, limits: pb.Limits) -> int:
+    """What decode reserves on the device: all pages of a short sequence, a lease for a long one.
+
+    0 where the worker has not told; then one free page has to do.
+    """
+    num_pages = num_decode_pages(request)
+    return num_pages if num_pages <= limits.max_whole_pages else limits.leased_device_pages
+
+
+def max_waiting(request: pb.PlaceRequest, rates: Rates) -> int:
+    """How long a queue the request may join: the router's only use of priorities.
+
+    While queues are short everybody is taken. As they grow, the least important are refused first,
+    and what is left of a queue is for those above them.
+    """
+    return int(rates.max_waiting * _QUEUE_SHARES[priority(request)])
+
+
+def priority(request: pb.PlaceRequest) -> int:
+    """From MIN_PRIORITY to MAX_PRIORITY, whatever was asked for."""
+    return max(MIN_PRIORITY, min(MAX_PRIORITY, request.priority))
 
 
 def num_waiting(worker: Worker) -> int:

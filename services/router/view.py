@@ -27,6 +27,18 @@ class Hit(NamedTuple):
 Hits = Mapping[WorkerKey, Hit]
 
 
+class LayoutKey(NamedTuple):
+    """What two workers must have in common for KV to move between them."""
+
+    model_fingerprint: str
+    kv_format: str
+    block_tokens: int
+    num_mla_layers: int
+    num_index_layers: int
+    row_bytes: int
+    index_page_bytes: int
+
+
 @dataclass(frozen=True)
 class Promised:
     """What placements will take from a worker beyond what its last heartbeat can know."""
@@ -35,6 +47,7 @@ class Promised:
     num_new: int = 0  # how many requests those are
     num_requests: int = 0  # all requests placed here and not ended
     num_pages: int = 0  # decode pages of all those requests
+    num_device_pages: int = 0  # and their device pages
 
 
 @dataclass(frozen=True)
@@ -50,10 +63,21 @@ class Worker:
         return key_of(self.heartbeat.worker)
 
     @property
-    def layout_key(self) -> tuple[str, str, int]:
-        """KV moves only between workers where this is equal; ranks and interleave may differ."""
+    def layout_key(self) -> LayoutKey:
+        """KV moves only between workers where this is equal; ranks and interleave may differ.
+
+        These are the fields that decode compares when it is offered a request.
+        """
         layout = self.heartbeat.layout
-        return layout.model_fingerprint, layout.kv_format, layout.block_tokens
+        return LayoutKey(
+            layout.model_fingerprint,
+            layout.kv_format,
+            layout.block_tokens,
+            layout.num_mla_layers,
+            layout.num_index_layers,
+            layout.row_bytes,
+            layout.index_page_bytes,
+        )
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -72,7 +96,7 @@ class Rates:
     link_bytes_per_s: float = 5e9  # NIXL over one host's memory; an RDMA NIC does 40e9
     host_load_bytes_per_s: float = 20e9  # host tier to HBM, scattered (design.md section 4)
     pressure_s: float = 1.0  # what a completely full decode worker costs a request
-    max_waiting: int = 256  # requests that may queue at one worker
+    max_waiting: int = 256  # requests that may queue at one worker, whatever their priority
 
 
 def key_of(worker: pb.WorkerRef) -> WorkerKey:

@@ -1,5 +1,7 @@
 """Workers for the router's tests: heartbeats of a small, healthy fleet, to be varied."""
 
+from collections.abc import Sequence
+
 from services.router.view import Promised, Worker
 from shared import farspan_pb2 as pb
 from shared.block_hash import BLOCK_TOKENS, HASH_BYTES
@@ -76,6 +78,8 @@ def request(
     hashes: bytes | None = None,
     excluded: list[pb.WorkerRef] | None = None,
     deadline_unix_ms: int = 0,
+    priority: int = 0,
+    known_as: Sequence[str] = (),
 ) -> pb.PlaceRequest:
     num_blocks = num_prompt_tokens // BLOCK_TOKENS
     return pb.PlaceRequest(
@@ -86,6 +90,8 @@ def request(
         max_new_tokens=max_new_tokens,
         deadline_unix_ms=deadline_unix_ms,
         excluded=excluded or [],
+        priority=priority,
+        known_as=known_as,
     )
 
 

@@ -5,12 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.decode import offers
+from services.router import cost
 from services.router.fleet import Heard
-from services.router.policy import place
+from services.router.policy import judge, place
 from services.router.promises import Promises
-from services.router.view import Hit, Hits, Rates, Worker, WorkerKey
+from services.router.view import Hit, Hits, Promised, Rates, Worker, WorkerKey
 from shared import farspan_pb2 as pb
-from shared.errors import FarspanError, Overloaded, TooLong
+from shared.errors import DeadlineExceeded, FarspanError, Overloaded, TooLong, WorkerLost
 from tests.services.router.fleets import LAYOUT, MODEL, chain, decode, load, prefill, request
 
 RATES = Rates()
@@ -209,6 +211,176 @@ def test_the_reason_tells_the_figures_that_decided() -> None:
     assert "decode d0" in reason and "pressure" in reason
 
 
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("model_fingerprint", "g"),
+        ("kv_format", "fp32"),
+        ("block_tokens", 128),
+        ("num_mla_layers", 80),
+        ("num_index_layers", 23),
+        ("row_bytes", 657),
+        ("index_page_bytes", 8449),
+        ("dcp_size", 8),
+        ("interleave", 64),
+    ],
+)
+def test_a_pair_is_placed_exactly_where_its_handshake_succeeds(field: str, other: object) -> None:
+    """A placement that decode must refuse costs the request an attempt (B18)."""
+    layout = pb.KvLayout()
+    layout.CopyFrom(LAYOUT)
+    setattr(layout, field, other)
+    fleet = [prefill("p0", layout=layout), decode("d0")]
+
+    is_placed = judge(request(), fleet, {}, RATES).decision is not None
+    try:
+        offers._check_layout(layout, LAYOUT)
+        is_accepted = True
+    except WorkerLost:
+        is_accepted = False
+
+    assert is_placed == is_accepted == (field in ("dcp_size", "interleave"))
+
+
+def test_a_long_sequence_needs_a_lease_of_the_device_pool_and_a_short_one_all_its_pages() -> None:
+    """What decode's admission will reserve: with less, the request would wait there (E2)."""
+    limits = pb.Limits(
+        max_sequence_tokens=1_048_576, max_concurrent=32, max_whole_pages=18, leased_device_pages=18
+    )
+
+    def free(num_pages: int) -> list[Worker]:
+        tight = load(free_device_pages=num_pages, total_device_pages=100)
+        busy = decode("d1", load=load(num_running=31, free_blocks=15_000), limits=limits)
+        return [prefill("p0"), decode("d0", load=tight, limits=limits), busy]
+
+    assert chosen(request(500, 100), free(10))[1] == "d0"
+    assert chosen(request(500, 100), free(9))[1] == "d1"
+    assert chosen(request(900_000, 100), free(18))[1] == "d0"
+    assert chosen(request(900_000, 100), free(17))[1] == "d1"
+    assert place(request(900_000, 100), free(18), {}, RATES).device_pages == 18
+
+
+def test_the_device_pages_of_promises_count() -> None:
+    """Two requests must not both get the last lease."""
+    limits = pb.Limits(
+        max_sequence_tokens=1_048_576, max_concurrent=32, max_whole_pages=18, leased_device_pages=18
+    )
+    pool = load(free_device_pages=20, total_device_pages=20)
+    taken = decode("d0", Promised(num_requests=1, num_device_pages=18), load=pool, limits=limits)
+    busy = decode("d1", load=load(num_running=31), limits=limits)
+
+    assert chosen(request(9000), [prefill("p0"), taken, busy])[1] == "d1"
+
+
+def test_a_request_that_cannot_be_in_time_anywhere_is_refused_at_once() -> None:
+    """Queueing it would take time from those that still can be."""
+    slow = prefill("p0", load=load(waiting_tokens=90_000))
+    faster = prefill("p1", load=load(waiting_tokens=40_000))
+    fleet = [slow, faster, decode("d0")]
+
+    with pytest.raises(DeadlineExceeded, match=r"takes 5\.0 s at the fastest.* 4\.9 s are left"):
+        place(request(10_000), fleet, {}, RATES, lifetime_s=4.9)
+    assert place(request(10_000), fleet, {}, RATES, lifetime_s=5.1).placement.prefill.worker_id
+
+
+def test_a_worker_that_would_be_too_late_is_not_chosen_for_its_hit() -> None:
+    """The cheapest place is no use after the deadline."""
+    cached = prefill("p0", load=load(waiting_tokens=60_000))
+    fleet = [cached, prefill("p1"), decode("d0")]
+    hits = device_hit("p0", 560)
+
+    assert chosen(request(40_000), fleet, hits)[0] == "p0"
+    judged = judge(request(40_000), fleet, hits, RATES, lifetime_s=5.0)
+
+    assert judged.placed().placement.prefill.worker_id == "p1"
+    assert [score.left_out for score in judged.scores] == ["would be too late", "", ""]
+
+
+def test_nobody_is_refused_on_a_guess_of_a_workers_speed() -> None:
+    """A fleet that has just started has measured nothing."""
+    unmeasured = prefill("p0", load=load(tokens_per_s=0, waiting_tokens=10**6))
+
+    placed = place(request(10_000), [unmeasured, decode("d0")], {}, RATES, lifetime_s=0.1)
+
+    assert placed.placement.prefill.worker_id == "p0"
+
+
+@pytest.mark.parametrize(
+    ("priority", "longest"),
+    [(-99, 63), (-2, 63), (-1, 127), (0, 191), (1, 223), (2, 255), (9, 255)],
+)
+def test_the_less_important_are_refused_at_shorter_queues(priority: int, longest: int) -> None:
+    """Priority decides nothing else, and what is out of range counts as the nearest."""
+
+    def queue(num_waiting: int) -> list[Worker]:
+        return [prefill("p0", load=load(num_waiting=num_waiting)), decode("d0")]
+
+    assert chosen(request(priority=priority), queue(longest)) == ("p0", "d0")
+    with pytest.raises(Overloaded, match=f"{longest + 1} or more wait"):
+        place(request(priority=priority), queue(longest + 1), {}, RATES)
+
+
+def test_turns_of_a_session_stay_and_move_when_moving_is_cheaper() -> None:
+    """Affinity is nothing but the hit: a queue longer than the hit is worth ends it."""
+    turns = [(1, 10_000), (2, 12_000), (3, 14_000)]
+    hits: dict[WorkerKey, Hit] = {}
+    for number, num_tokens in turns:
+        # p1 has less to do at each turn; what p0 holds is worth more
+        fleet = [prefill("p0", load=load(waiting_tokens=4000)), prefill("p1"), decode("d0")]
+        if number == 1:
+            fleet = [prefill("p0"), prefill("p1", load=load(waiting_tokens=1)), decode("d0")]
+        assert chosen(request(num_tokens), fleet, hits)[0] == "p0", f"turn {number}"
+        hits = device_hit("p0", num_tokens // 64)
+
+    hot = [prefill("p0", load=load(waiting_tokens=40_000)), prefill("p1"), decode("d0")]
+    assert chosen(request(16_000), hot, hits)[0] == "p1"
+    assert chosen(request(16_000, hashes=b""), hot[::-1], {})[0] == "p1"
+
+
+def test_one_hot_worker_ends_affinity_for_its_own_requests_only() -> None:
+    """Others keep going where their prefixes are (C6)."""
+    hot = prefill("p0", load=load(waiting_tokens=10**6))
+    fleet = [hot, prefill("p1"), prefill("p2", load=load(waiting_tokens=2000)), decode("d0")]
+
+    assert chosen(request(20_000), fleet, device_hit("p0", 300))[0] == "p1"
+    assert chosen(request(20_000), fleet, device_hit("p2", 300))[0] == "p2"
+
+
+def test_every_worker_has_a_score_or_a_reason() -> None:
+    """Who asks later why a worker was not chosen must find the answer."""
+    fleet = [
+        prefill("p0"),
+        prefill("p1", load=load(waiting_tokens=5000)),
+        prefill("p2", state=pb.SERVICE_STATE_DRAINING),
+        prefill("p3", load=load(num_waiting=256)),
+        decode("d0"),
+        decode("d1", model="other"),
+        decode("d2", limits=pb.Limits(max_sequence_tokens=10, max_concurrent=1)),
+    ]
+
+    judged = judge(request(excluded=[pb.WorkerRef(worker_id="p9", epoch=1)]), fleet, {}, RATES)
+
+    assert [score.worker for score in judged.scores] == fleet
+    assert [score.left_out for score in judged.scores] == [
+        "",
+        "",
+        "is not ready",
+        "192 or more wait there",
+        "",
+        "serves another model",
+        "holds no 1100 tokens",
+    ]
+    assert all((score.bid is None) == bool(score.left_out) for score in judged.scores)
+
+
+def test_the_hashes_themselves_decide_nothing() -> None:
+    """A stored decision keeps their digest, so a replay has to do without them."""
+    fleet = [prefill("p0"), prefill("p1"), decode("d0")]
+    hits = device_hit("p1", 10)
+
+    assert place(request(), fleet, hits, RATES) == place(request(hashes=b""), fleet, hits, RATES)
+
+
 class Clock:
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -315,6 +487,7 @@ REQUESTS = st.builds(
     request,
     st.integers(1, 12_000),
     st.integers(1, 1000),
+    priority=st.integers(-3, 3),
     excluded=st.lists(
         st.builds(pb.WorkerRef, worker_id=st.sampled_from(["p0", "d0"]), epoch=st.just(1))
     ),
@@ -346,12 +519,13 @@ def test_whoever_is_chosen_can_hold_the_request_and_the_order_does_not_matter(
     prefills = [w for w in fleet if could_hold(w, pb.ROLE_PREFILL, prompt_tokens, placing)]
     num_tokens = prompt_tokens + placing.max_new_tokens
     decodes = [w for w in fleet if could_hold(w, pb.ROLE_DECODE, num_tokens, placing)]
+    bound = cost.max_waiting(placing, RATES)
     possible = [
         (p, d)
         for p in prefills
         for d in decodes
         if p.layout_key == d.layout_key
-        and max(p.heartbeat.load.num_waiting, d.heartbeat.load.num_waiting) < RATES.max_waiting
+        and max(p.heartbeat.load.num_waiting, d.heartbeat.load.num_waiting) < bound
     ]
 
     try:
