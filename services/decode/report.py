@@ -34,6 +34,8 @@ class Report:
         return pb.Limits(
             max_sequence_tokens=min(longest, self._parts.engine.config.max_position),
             max_concurrent=self._capacity.max_sequences,
+            max_whole_pages=self._scheduler.max_whole_pages,
+            leased_device_pages=self._scheduler.leased_device_pages,
         )
 
     def load(self, tokens_per_s: float) -> pb.Load:

@@ -64,6 +64,17 @@ class DecodeScheduler:
         return longest - self._num_draft_tokens
 
     @property
+    def max_whole_pages(self) -> int:
+        """A sequence of at most so many pages takes as many of the device; no pool is larger."""
+        return min(self._policy.max_whole_pages, self._capacity.device_pages)
+
+    @property
+    def leased_device_pages(self) -> int:
+        """What a longer one takes there, whatever its length."""
+        longest = self._capacity.host_pages * BLOCK_TOKENS
+        return self._policy.device_pages(longest)
+
+    @property
     def free(self) -> Capacity:
         """What is not reserved; imports still under way have their reservation."""
         free = self._queue.free

@@ -32,6 +32,8 @@ async def test_the_heartbeat_tells_budgets_and_limits(stage: StartStage) -> None
         assert beat.layout.row_bytes == side.source.layout.row_bytes
         assert beat.limits.max_concurrent == 3
         assert beat.limits.max_sequence_tokens == capacity.host_pages * 64
+        assert beat.limits.max_whole_pages == 6  # 256 hot rows and two tail pages
+        assert beat.limits.leased_device_pages == 6
         assert beat.load.waiting_tokens == 100
         assert beat.load.free_blocks == beat.load.total_blocks - 3
         assert beat.load.free_index_pages == beat.load.total_index_pages - 3

@@ -155,3 +155,21 @@ def test_all_run_to_their_end_within_the_budgets(
     for request_id in map(str, range(len(lengths))):
         scheduler.release(request_id)
     assert scheduler.free == base
+
+
+@pytest.mark.parametrize("mode", list(ResidencyMode))
+@pytest.mark.parametrize("num_pages", [1, 2, 3, 6, 7, 20])
+def test_what_a_sequence_takes_of_the_device_can_be_told_by_two_numbers(
+    mode: ResidencyMode, num_pages: int
+) -> None:
+    """The router counts with them before the request comes here."""
+    policy = make_policy(mode, hot_rows=256, union_rows=256, num_device_pages=20)
+    scheduler = DecodeScheduler(Capacity(1000, 20, 1000, 64), policy, num_draft_tokens=0)
+    whole, leased = scheduler.max_whole_pages, scheduler.leased_device_pages
+
+    told = num_pages if num_pages <= whole else leased
+
+    assert told == policy.device_pages(num_pages * 64)
+    scheduler.enqueue("a", num_pages * 64 - 1, 1)
+    scheduler.admit(always)
+    assert scheduler.free.device_pages == 20 - told
