@@ -127,7 +127,7 @@ def _add_models(app: FastAPI, resources: Resources) -> None:
             "created": created,
             "owned_by": "farspan",
             # Without workers nothing is served; what the model could do is the better answer then.
-            "max_model_len": resources.max_tokens
+            "max_model_len": resources.max_tokens(resources.line.clock())
             or resources.tokenizer.checkpoint.max_context_tokens,
         }
 

@@ -52,10 +52,9 @@ class Resources:
     tokenizer: Tokenizer
     line: Line
 
-    @property
-    def max_tokens(self) -> int:
-        """The most tokens a request can have now, its answer included; 0 without workers."""
-        held = self.line.fleet.max_sequence_tokens(self.line.clock())
+    def max_tokens(self, now_s: float) -> int:
+        """The most tokens a request can have, its answer included; 0 without workers."""
+        held = self.line.fleet.max_sequence_tokens(now_s)
         return min(self.tokenizer.checkpoint.max_context_tokens, held)
 
 
@@ -87,8 +86,8 @@ class Exchange:
         loop_deadline = asyncio.get_running_loop().time() + deadline_s + _GRACE_S - self._begun_s
         try:
             async with asyncio.timeout_at(loop_deadline):
-                request, intake = await self._take_in(body)
-                job = self._job(request, intake, deadline_s)
+                request, intake, max_tokens = await self._take_in(body)
+                job = self._job(request, intake, max_tokens, deadline_s)
                 await self._generate(request, intake.answer, job)
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed") from None
@@ -111,21 +110,23 @@ class Exchange:
         except TimeoutError:
             logger.warning("%s: the client does not read", self.request_id)
 
-    async def _take_in(self, body: bytes) -> tuple[Request, Intake]:
+    async def _take_in(self, body: bytes) -> tuple[Request, Intake, int]:
+        """The request, its tokens, and the most it may have: one limit for the whole of it."""
         is_small = len(body) < _SMALL_BODY_BYTES
         parse = self._dialect.parse
         request = parse(body) if is_small else await asyncio.to_thread(parse, body)
-        self._check_servable(request)
         line, tokenizer = self._resources.line, self._resources.tokenizer
         now_s = line.clock()
+        self._check_servable(request, now_s)
+        max_tokens = self._resources.max_tokens(now_s)
         namespace = block_hash.namespace(
             line.model, line.fleet.model_fingerprint(now_s), request.cache_salt or ""
         )
-        arguments = (request, tokenizer, namespace, self._resources.max_tokens)
+        arguments = (request, tokenizer, namespace, max_tokens)
         intake = take_in(*arguments) if is_small else await asyncio.to_thread(take_in, *arguments)
-        return request, intake
+        return request, intake, max_tokens
 
-    def _check_servable(self, request: Request) -> None:
+    def _check_servable(self, request: Request, now_s: float) -> None:
         if request.model != self._resources.config.model_name:
             raise InvalidRequest(
                 f"the model {request.model!r} does not exist",
@@ -136,11 +137,11 @@ class Exchange:
         line = self._resources.line
         if not line.bus.is_connected:
             raise WorkerLost("the gateway has no connection to the workers")
-        missing = line.fleet.missing(line.clock())
+        missing = line.fleet.missing(now_s)
         if missing:
             raise WorkerLost(missing)
 
-    def _job(self, request: Request, intake: Intake, deadline_s: float) -> Job:
+    def _job(self, request: Request, intake: Intake, max_tokens: int, deadline_s: float) -> Job:
         line, config, tokenizer = (
             self._resources.line,
             self._resources.config,
@@ -150,7 +151,7 @@ class Exchange:
             intake.prompt.num_tokens,
             request.max_new_tokens,
             config.default_max_tokens,
-            self._resources.max_tokens,
+            max_tokens,
         )
         sampling = sampling_params(request, tokenizer, max_new_tokens)
         self._span.set(**_request_attributes(sampling, request))

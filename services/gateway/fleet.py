@@ -3,6 +3,7 @@
 Pure: told of heartbeats and of the time. Chooses no worker; that is the router's.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shared import farspan_pb2 as pb
@@ -72,19 +73,32 @@ class Fleet:
     def missing(self, now_s: float) -> str:
         """Why no request can be served now; empty when one can."""
         absent = [name for role, name in _ROLE_NAMES if not self.ready(role, now_s)]
-        return f"no ready {' and no ready '.join(absent)} worker" if absent else ""
+        if absent:
+            return f"no ready {' and no ready '.join(absent)} worker"
+        if not self.max_sequence_tokens(now_s):
+            return "no ready prefill and decode worker agree on model weights and KV format"
+        return ""
 
     def max_sequence_tokens(self, now_s: float) -> int:
-        """The most tokens a request can have, its answer included; 0 when none can be served.
+        """The most tokens that a pair can serve, the answer included; 0 when there is no pair.
 
         Prefill must hold the answer too: after a lost worker it computes what was generated.
         """
-        return min(
-            max((beat.limits.max_sequence_tokens for beat in self.ready(role, now_s)), default=0)
-            for role, _ in _ROLE_NAMES
-        )
+        prefill, decode = (_limits(self.ready(role, now_s)) for role, _ in _ROLE_NAMES)
+        pairs = prefill.keys() & decode.keys()
+        return max((min(prefill[layout], decode[layout]) for layout in pairs), default=0)
 
     def model_fingerprint(self, now_s: float) -> str:
         """The revision that block hashes are made for; of several, the same choice everywhere."""
         found = {beat.layout.model_fingerprint for beat in self.ready(pb.ROLE_PREFILL, now_s)}
         return min(found, default="")
+
+
+def _limits(beats: Iterable[pb.Heartbeat]) -> dict[tuple[str, str, int], int]:
+    """The most that a worker of each layout holds. KV moves only between equal layouts."""
+    most: dict[tuple[str, str, int], int] = {}
+    for beat in beats:
+        layout = beat.layout
+        key = (layout.model_fingerprint, layout.kv_format, layout.block_tokens)
+        most[key] = max(most.get(key, 0), beat.limits.max_sequence_tokens)
+    return most

@@ -13,6 +13,7 @@ def beat(
     max_tokens: int = 10,
     model: str = "m",
     fingerprint: str = "f",
+    kv_format: str = "",
 ) -> pb.Heartbeat:
     return pb.Heartbeat(
         worker=pb.WorkerRef(worker_id=worker_id, epoch=epoch),
@@ -20,7 +21,7 @@ def beat(
         state=state,
         model=model,
         limits=pb.Limits(max_sequence_tokens=max_tokens),
-        layout=pb.KvLayout(model_fingerprint=fingerprint),
+        layout=pb.KvLayout(model_fingerprint=fingerprint, kv_format=kv_format),
     )
 
 
@@ -113,3 +114,26 @@ def test_a_request_may_have_what_the_largest_workers_of_both_roles_hold() -> Non
     assert fleet.missing(100.0) == ""
     assert fleet.model_fingerprint(100.0) == "f"
     assert fleet.max_sequence_tokens(200.0) == 0
+
+
+def test_a_request_may_have_what_one_pair_holds() -> None:
+    """KV does not move between layouts: the largest of each role may not be a pair."""
+    fleet = Fleet("m", 3.0)
+    fleet.hear(beat("p1", max_tokens=65, kv_format="fp8"), 100.0)
+    fleet.hear(beat("p2", max_tokens=200, kv_format="bf16"), 100.0)
+    fleet.hear(beat("d1", max_tokens=233, kv_format="fp8", role=pb.ROLE_DECODE), 100.0)
+    fleet.hear(beat("d2", max_tokens=30, kv_format="bf16", role=pb.ROLE_DECODE), 100.0)
+    assert fleet.max_sequence_tokens(100.0) == 65
+
+    fleet.hear(beat("d2", 2, max_tokens=150, kv_format="bf16", role=pb.ROLE_DECODE), 100.0)
+    assert fleet.max_sequence_tokens(100.0) == 150
+
+
+def test_workers_that_are_no_pair_are_missing_each_other() -> None:
+    """A gateway in front of them serves nothing, and a request is not told it is too long."""
+    fleet = Fleet("m", 3.0)
+    fleet.hear(beat("p", kv_format="fp8"), 100.0)
+    fleet.hear(beat("d", kv_format="bf16", role=pb.ROLE_DECODE), 100.0)
+
+    assert fleet.max_sequence_tokens(100.0) == 0
+    assert "agree" in fleet.missing(100.0)
