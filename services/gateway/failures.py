@@ -19,6 +19,7 @@ from shared.errors import (
 )
 
 INVALID = "invalid_request_error"
+TOO_LONG = "context_length_exceeded"
 
 
 class InvalidRequest(BadRequest):
@@ -67,7 +68,7 @@ def as_http(error: FarspanError) -> HttpFailure:
     if isinstance(error, InvalidRequest):
         return HttpFailure(error.status, error_object(message, param=error.param, code=error.code))
     if isinstance(error, TooLong):
-        return HttpFailure(400, error_object(message, code="context_length_exceeded"))
+        return HttpFailure(400, error_object(message, code=TOO_LONG))
     if isinstance(error, BadRequest):
         return HttpFailure(400, error_object(message))
     if isinstance(error, Overloaded):

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.answer import Answer
-from services.gateway.failures import InvalidRequest
+from services.gateway.bounds import num_values, refuse_many_values
+from services.gateway.failures import TOO_LONG, InvalidRequest
 from services.gateway.glm import GlmParser, Parser, PlainParser
-from services.gateway.openai import ChatRequest, CompletionRequest, Message, Sampled
+from services.gateway.openai import ChatRequest, CompletionRequest, Sampled
 from services.gateway.tokenizer import Tokenizer
 from shared import block_hash
 from shared import farspan_pb2 as pb
 
-TOO_LONG = "context_length_exceeded"
 # Names a client's template options may not take.
 _TEMPLATE_OWN = {"messages", "tools", "add_generation_prompt"}
 
@@ -112,20 +112,22 @@ def fitting_max_new_tokens(
 
 def _turns(request: ChatRequest) -> list[dict[str, Any]]:
     """The messages as the template wants them: absent fields absent, call arguments as objects."""
-    return [_turn(message, place) for place, message in enumerate(request.messages)]
-
-
-def _turn(message: Message, place: int) -> dict[str, Any]:
-    turn = message.model_dump(exclude_none=True)
-    for call in turn.get("tool_calls", []):
-        arguments = call["function"]["arguments"]
-        call["function"]["arguments"] = _arguments(arguments, f"messages.{place}.tool_calls")
-    return turn
+    turns = [message.model_dump(exclude_none=True) for message in request.messages]
+    num_found = 0
+    for place, turn in enumerate(turns):
+        where = f"messages.{place}.tool_calls"
+        for call in turn.get("tool_calls", []):
+            arguments = _arguments(call["function"]["arguments"], where)
+            num_found += num_values(arguments)
+            refuse_many_values(num_found, where, "messages")
+            call["function"]["arguments"] = arguments
+    return turns
 
 
 def _arguments(text: str, where: str) -> dict[str, Any]:
     try:
         arguments = json.loads(text or "{}")
+        refuse_many_values(num_values(arguments), where, "messages")
         # What Python reads but JSON and UTF-8 do not know: NaN, infinities, lone surrogates.
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):

@@ -18,13 +18,14 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
+from services.gateway.bounds import refuse_endless
 from services.gateway.failures import InvalidRequest
 
 MAX_INT = 2**31 - 1
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1000
-MAX_MESSAGES = 16384  # checked and rendered within half a second
 MAX_TOOLS = 1024
+MAX_TEMPLATE_OPTIONS = 64
 
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 
@@ -171,12 +172,14 @@ class Sampled(_Shape):
 class ChatRequest(Sampled):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Any = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: (
+        Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_OPTIONS)] | None
+    ) = None
 
     @field_validator("tool_choice")
     @classmethod
@@ -199,7 +202,12 @@ class ChatRequest(Sampled):
 class CompletionRequest(Sampled):
     """POST /v1/completions."""
 
-    prompt: str | list[Annotated[int, Field(ge=0, le=MAX_INT)]] | list[str]
+    # The first wrong item is enough: a million errors take seconds to collect.
+    prompt: (
+        str
+        | Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(fail_fast=True)]
+        | Annotated[list[str], Field(fail_fast=True)]
+    )
 
     @field_validator("prompt")
     @classmethod
@@ -229,6 +237,7 @@ def parse(shape: type[RequestT], body: bytes) -> RequestT:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise InvalidRequest("the body must be a JSON object", code="invalid_type")
+    refuse_endless(fields)
     _refuse_unserved(_CHAT_ONLY if shape is ChatRequest else _COMPLETION_ONLY, fields)
     try:
         return shape.model_validate(fields)

@@ -30,7 +30,8 @@ class Tokenizer:
         """Load from a checkpoint directory. Raises ConfigError naming what is missing."""
         self.checkpoint: Checkpoint = read_checkpoint(directory)
         path = directory / "tokenizer.json"
-        decoder = read_json(path).get("decoder") or {}
+        definition = read_json(path)
+        decoder = definition.get("decoder") or {}
         if decoder.get("type") != "ByteLevel":
             raise ConfigError(
                 f"{path} is not byte-level (decoder {decoder.get('type')}), the only kind supported"
@@ -38,6 +39,7 @@ class Tokenizer:
         self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         self._template = _load_template(directory)
         self._token_bytes = self._read_token_bytes()
+        self._most_token_characters = _most_token_characters(self._tokenizer, definition)
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text; control tokens in it are recognised, none are added."""
@@ -50,6 +52,8 @@ class Tokenizer:
         """
         if len(text) <= _USUAL_CHARACTERS_PER_TOKEN * max_tokens:
             return False
+        if len(text) > self._most_token_characters * max_tokens:
+            return True
         num_tokens = 0
         for start in range(0, len(text), _PIECE_CHARACTERS):
             num_tokens += len(self.encode(text[start : start + _PIECE_CHARACTERS])) - _CUT_TOKENS
@@ -87,6 +91,14 @@ class Tokenizer:
             {token_id: token.content for token_id, token in added.items()},
             silent,
         )
+
+
+def _most_token_characters(tokenizer: tokenizers.Tokenizer, definition: dict[str, Any]) -> float:
+    """No token stands for more characters of a text; infinite where texts shrink beforehand."""
+    is_shrinking = definition.get("normalizer") is not None or any(
+        token.get("lstrip") or token.get("rstrip") for token in definition.get("added_tokens", ())
+    )
+    return float("inf") if is_shrinking else max(map(len, tokenizer.get_vocab()))
 
 
 def _load_template(directory: Path) -> jinja2.Template:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ HUGE = 10**30
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 USER = {"role": "user", "content": "hi"}
+WORDS = "A word and another one. " * 12_000  # a quarter of a second to encode
 
 
 def chat(**fields: Any) -> dict[str, Any]:
@@ -257,14 +259,61 @@ async def test_a_text_far_over_the_fleet_s_limit_is_refused_in_time(nats_url: st
         assert (status, error["code"]) == (400, "context_length_exceeded")
 
 
-async def test_messages_beyond_number_are_refused_in_time(stage: Stage) -> None:
-    """Checking and rendering each of them would take ten seconds."""
-    message = {"role": "user", "content": "a"}
-    body = json.dumps(chat(messages=[message] * 300_000)).encode()
+def asking(*messages: dict[str, Any]) -> dict[str, Any]:
+    return chat(messages=list(messages))
 
-    status, error = await refused(stage, CHAT, content=body)
 
-    assert (status, error["param"]) == (400, "messages")
+def calling(arguments: Any, times: int = 1) -> dict[str, Any]:
+    call = {"function": {"name": "f", "arguments": json.dumps(arguments)}}
+    return {"role": "assistant", "tool_calls": [call] * times}
+
+
+NUMBERED = {str(number): number for number in range(300_000)}
+SCHEMA = {"type": "function", "function": {"name": "f", "parameters": NUMBERED}}
+ENDLESS: dict[str, tuple[str, str, Callable[[], dict[str, Any]]]] = {
+    "messages": (CHAT, "messages", lambda: asking(*[{**USER, "content": "a"}] * 300_000)),
+    "parts": (CHAT, "messages", lambda: asking({**USER, "content": [{"type": "x"}] * 300_000})),
+    "no parts": (CHAT, "messages", lambda: asking({**USER, "content": [1] * 3_000_000})),
+    "wrong parts": (CHAT, "messages", lambda: asking({**USER, "content": [{}] * 16_000})),
+    "calls": (CHAT, "messages", lambda: asking(calling({}, 100_000))),
+    "arguments": (CHAT, "messages", lambda: asking(calling(NUMBERED))),
+    "arguments in all": (CHAT, "messages", lambda: asking(calling({"a": [1] * 500}, 999))),
+    "tools": (CHAT, "tools", lambda: chat(tools=[SCHEMA])),
+    "template options": (
+        CHAT,
+        "chat_template_kwargs",
+        lambda: chat(chat_template_kwargs=NUMBERED),
+    ),
+    "ids": (COMPLETIONS, "prompt", lambda: {"model": MODEL, "prompt": [5] * 10_000_000}),
+    "no ids": (COMPLETIONS, "prompt", lambda: {"model": MODEL, "prompt": [0.5] * 2_000_000}),
+    "prompts": (COMPLETIONS, "prompt", lambda: {"model": MODEL, "prompt": ["a"] * 2_000_000}),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+async def test_what_is_endless_is_refused_in_time(stage: Stage, name: str) -> None:
+    """Checking and rendering each of its parts would take many seconds."""
+    path, param, fields = ENDLESS[name]
+    body = json.dumps(fields()).encode()
+
+    status, error = await refused(stage, path, content=body)
+
+    assert (status, error["param"]) == (400, param)
+
+
+async def test_workers_lost_while_a_prompt_is_read_do_not_make_it_too_long(nats_url: str) -> None:
+    """The limit is what was true when the request came."""
+    async with staged(nats_url, heartbeat_timeout_s=0.3) as stage:
+        await stage.ready()
+        fleet = stage.fleet
+        fleet.place_failure = pb.Failure(kind=pb.FAILURE_KIND_WORKER_LOST, message="all gone")
+        for worker in fleet.workers.values():
+            worker.is_alive = False
+        await asyncio.sleep(0.2)
+
+        status, error = await refused(stage, COMPLETIONS, json={"model": MODEL, "prompt": WORDS})
+
+        assert (status, error["code"]) == (503, "no_worker")
 
 
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/health", "/v1/models"])

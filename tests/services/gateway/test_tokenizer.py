@@ -82,6 +82,7 @@ def test_a_text_far_too_long_is_found_out_early(tokenizer: Tokenizer) -> None:
 
     assert tokenizer.surely_exceeds(text, num_tokens // 2)
     assert not tokenizer.surely_exceeds(text, num_tokens)
+    assert tokenizer.surely_exceeds("=" * 30_000_000, 65_536)
     assert not tokenizer.surely_exceeds(" " * 500_000, len(tokenizer.encode(" " * 500_000)))
 
 
