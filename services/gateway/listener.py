@@ -52,6 +52,10 @@ async def listening(app: ASGIApp, config: GatewayConfig) -> AsyncIterator[int]:
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield listener.getsockname()[1]
+    except asyncio.CancelledError:
+        # Both wishes came at once. The task has its cancellation already: nobody will interrupt us.
+        serving.cancel()
+        raise
     finally:
         server.should_exit = True
         try:

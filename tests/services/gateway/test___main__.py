@@ -62,16 +62,21 @@ async def until_ready(http: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signals", "drain_s", "stops_within_s"),
+    ("signals", "gap_s", "drain_s", "stops_within_s"),
     [
-        ([signal.SIGTERM], DRAIN_S, DRAIN_S + EXIT_S),
-        ([signal.SIGINT], DRAIN_S, DRAIN_S + EXIT_S),
-        ([signal.SIGTERM, signal.SIGTERM], 60.0, EXIT_S),
-        ([signal.SIGINT, signal.SIGINT], 60.0, EXIT_S),
+        ([signal.SIGTERM], 0.0, DRAIN_S, DRAIN_S + EXIT_S),
+        ([signal.SIGINT], 0.0, DRAIN_S, DRAIN_S + EXIT_S),
+        ([signal.SIGTERM, signal.SIGTERM], 0.3, 60.0, EXIT_S),
+        ([signal.SIGINT, signal.SIGINT], 0.3, 60.0, EXIT_S),
+        ([signal.SIGTERM, signal.SIGINT], 0.0, 60.0, EXIT_S),
     ],
 )
 async def test_what_is_in_flight_when_the_process_must_end_ends_with_an_error(
-    nats_url: str, signals: list[signal.Signals], drain_s: float, stops_within_s: float
+    nats_url: str,
+    signals: list[signal.Signals],
+    gap_s: float,
+    drain_s: float,
+    stops_within_s: float,
 ) -> None:
     """Clients can tell a cut answer from a finished one, and no worker computes for nobody."""
     plans = [Plan(TOKENIZER.encode("One two."), hold_at=2) for _ in range(NUM_REQUESTS)]
@@ -90,12 +95,13 @@ async def test_what_is_in_flight_when_the_process_must_end_ends_with_an_error(
             )
             await eventually(lambda: len(fleet.submits) == NUM_REQUESTS)
             await asyncio.sleep(0.3)  # the first tokens are on their way to the clients
-            begun_s = time.monotonic()
-            for number in signals:
+            for number in signals[:-1]:
                 process.send_signal(number)
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(gap_s)
+            process.send_signal(signals[-1])
+            begun_s = time.monotonic()
             await process.wait()
-            took_s = time.monotonic() - begun_s - 0.2 * (len(signals) - 1)
+            took_s = time.monotonic() - begun_s
 
             for answer in await asyncio.gather(*streams):
                 *tokens, last = answer.text.strip().split("\n\n")
