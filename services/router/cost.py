@@ -3,6 +3,9 @@
 Pure. Seconds make tokens, bytes and queues comparable; each figure stands in the decision's reason.
 """
 
+import math
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from services.router.view import Hit, Rates, Worker
@@ -12,6 +15,11 @@ from shared.block_hash import BLOCK_TOKENS
 # A second of computing delays whoever comes next as much as the request itself. So own work counts
 # twice, and a burst with one prefix stays where the prefix is being computed.
 _OWN_WEIGHT = 2.0
+# Prefill serves the prompt with the least left first, but every fourth step goes by age.
+_BY_REMAINING_SHARE = 3 / 4
+# A prefix that was not used for so long is wanted again with a probability of 1/e. Agents pause for
+# seconds to minutes; from 3 to 20 minutes the replay shows little difference.
+_FORGOTTEN_S = 600.0
 
 _QUEUE_SHARES = {-2: 0.25, -1: 0.5, 0: 0.75, 1: 0.875, 2: 1.0}  # of Rates.max_waiting
 MIN_PRIORITY, MAX_PRIORITY = min(_QUEUE_SHARES), max(_QUEUE_SHARES)
@@ -37,31 +45,48 @@ class Bid(NamedTuple):
 
 
 def prefill_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates: Rates) -> Bid:
-    """Time until the prompt is computed, own work counted twice."""
+    """Time until the prompt is computed; own work, and what it will cost others, count twice."""
     load, prompt_tokens = worker.heartbeat.load, request.num_prompt_tokens
     # The last token is computed in any case: its logits give the first token.
     hit_tokens = _hit_tokens(hit, prompt_tokens - 1)
     own_tokens = prompt_tokens - hit_tokens
-    tokens_per_s = load.tokens_per_s or rates.prefill_tokens_per_s
-    queued_tokens = load.waiting_tokens + worker.promised.prefill_tokens
-    queue_s = queued_tokens / tokens_per_s
+    tokens_per_s = max(load.tokens_per_s, rates.prefill_tokens_per_s)
+    queue_s = _tokens_before(worker, own_tokens) / tokens_per_s
     own_s = own_tokens / tokens_per_s
     if hit is not None and hit.tier == pb.TIER_HOST:
         own_s += hit_tokens * worker.kv_bytes_per_token / rates.host_load_bytes_per_s
     block_tokens = BLOCK_TOKENS * max(1, worker.heartbeat.layout.dcp_size)
     num_blocks = _ceil(prompt_tokens, block_tokens) - hit_tokens // block_tokens
     num_promised_blocks = _ceil(worker.promised.prefill_tokens, block_tokens)
+    lost_s = num_blocks * block_tokens / tokens_per_s * _chance_of_reuse(load.eviction_age_s)
     return Bid(
         worker,
         must_wait=num_blocks + num_promised_blocks > load.free_blocks,
-        cost_s=queue_s + _OWN_WEIGHT * own_s,
+        cost_s=queue_s + _OWN_WEIGHT * (own_s + lost_s),
         hit_tokens=hit_tokens,
         work_tokens=own_tokens,
         num_pages=0,
         num_device_pages=0,
         earliest_s=queue_s + own_s if load.tokens_per_s else 0.0,
-        figures=f"queue {queue_s:.3f} s, own {own_s:.3f} s, hit {hit_tokens} tokens",
+        figures=f"queue {queue_s:.3f} s, own {own_s:.3f} s, evicts {lost_s:.3f} s,"
+        f" hit {hit_tokens} tokens",
     )
+
+
+def measured(workers: Iterable[Worker], rates: Rates) -> dict[int, Rates]:
+    """The rates for prefill workers of so many ranks: the best speed that any of these measured.
+
+    Steps that compute little are slow for what they compute. So a worker with good hits measures
+    less than it can do; taken at its word it would look slow, and new prompts would all go where
+    nothing hits.
+    """
+    best: dict[int, Rates] = {}
+    for worker in workers:
+        ranks, tokens_per_s = worker.heartbeat.layout.dcp_size, worker.heartbeat.load.tokens_per_s
+        known = best.setdefault(ranks, replace(rates, prefill_tokens_per_s=0.0))
+        if tokens_per_s > known.prefill_tokens_per_s:
+            best[ranks] = replace(rates, prefill_tokens_per_s=tokens_per_s)
+    return {ranks: each if each.prefill_tokens_per_s else rates for ranks, each in best.items()}
 
 
 def decode_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates: Rates) -> Bid:
@@ -135,6 +160,24 @@ def num_waiting(worker: Worker) -> int:
         return load.num_waiting + worker.promised.num_new
     max_concurrent = worker.heartbeat.limits.max_concurrent
     return max(load.num_waiting, worker.promised.num_requests - max_concurrent)
+
+
+def _tokens_before(worker: Worker, own_tokens: int) -> float:
+    """The queued tokens that are computed before a prompt's own: as many of each other one at most.
+
+    So a turn with a good hit does not flee from a long prompt that it would overtake.
+    """
+    load, promised = worker.heartbeat.load, worker.promised
+    queued_tokens = load.waiting_tokens + promised.prefill_tokens
+    num_queued = load.num_running + load.num_waiting + promised.num_new
+    if num_queued == 0:
+        return queued_tokens  # nobody says how many prompts share them
+    return min(queued_tokens, num_queued * own_tokens / _BY_REMAINING_SHARE)
+
+
+def _chance_of_reuse(unused_s: float) -> float:
+    """That what has lain unused so long is wanted again; 0 s: nothing has to go."""
+    return math.exp(-unused_s / _FORGOTTEN_S) if unused_s else 0.0
 
 
 def _hit_tokens(hit: Hit | None, max_tokens: int) -> int:

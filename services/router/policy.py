@@ -5,7 +5,7 @@ hold the request, or not in time, are left out; the others are compared by the t
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -104,9 +104,10 @@ class _Scoring:
         num_tokens = prompt_tokens + self._request.max_new_tokens
         prefills = self._candidates(fleet, pb.ROLE_PREFILL, prompt_tokens)
         decodes = self._candidates(fleet, pb.ROLE_DECODE, num_tokens)
-        prefill_bids = self._in_time(self._bids(prefills, cost.prefill_bid))
+        speeds = cost.measured(prefills, self._rates)
+        prefill_bids = self._in_time(self._bids(prefills, cost.prefill_bid, speeds))
         best_prefill = _best(prefill_bids)
-        best_decode = _best(self._bids(decodes, cost.decode_bid))
+        best_decode = _best(self._bids(decodes, cost.decode_bid, {}))
         pairs = [(best_prefill[key], best_decode[key]) for key in best_prefill.keys() & best_decode]
         if not pairs:
             raise Overloaded("no prefill and decode worker agree on model weights and KV format")
@@ -178,10 +179,13 @@ class _Scoring:
         for worker in workers:
             self.scores[worker.key] = Score(worker, None, reason)
 
-    def _bids(self, workers: Iterable[Worker], price: _Price) -> list[Bid]:
+    def _bids(
+        self, workers: Iterable[Worker], price: _Price, rates_of_ranks: Mapping[int, Rates]
+    ) -> list[Bid]:
         bids = []
         for worker in workers:
-            bid = price(self._request, worker, self._hits.get(worker.key), self._rates)
+            rates = rates_of_ranks.get(worker.heartbeat.layout.dcp_size, self._rates)
+            bid = price(self._request, worker, self._hits.get(worker.key), rates)
             self.scores[worker.key] = Score(worker, bid)
             bids.append(bid)
         return bids

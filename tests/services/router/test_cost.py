@@ -20,6 +20,63 @@ def test_prefill_costs_the_queue_and_its_own_work_twice() -> None:
     assert bid.cost_s == pytest.approx(2000 / 10_000 + 2 * 680 / 10_000)
 
 
+def test_longer_prompts_in_the_queue_delay_a_short_one_by_its_own_length_at_most() -> None:
+    """Prefill computes what has the least left first, but for every fourth step."""
+    busy = load(num_running=2, num_waiting=1, waiting_tokens=500_000)
+
+    bid = cost.prefill_bid(request(300), prefill("p0", load=busy), None, RATES)
+
+    assert bid.cost_s == pytest.approx((3 * 300 / 0.75 + 2 * 300) / 10_000)
+
+
+def test_a_prompt_that_is_the_longest_waits_for_the_whole_queue() -> None:
+    """Everybody else has less left, those on the way to the worker included."""
+    busy = prefill("p0", Promised(prefill_tokens=300, num_new=1), load=load(waiting_tokens=500))
+
+    bid = cost.prefill_bid(request(10_000), busy, None, RATES)
+
+    assert bid.cost_s == pytest.approx((800 + 2 * 10_000) / 10_000)
+
+
+def test_driving_out_what_was_just_used_costs_its_computing() -> None:
+    """Somebody will do it again; what is old is hardly wanted again, empty room costs nothing."""
+
+    def cost_s(eviction_age_s: float) -> float:
+        full = prefill("p0", load=load(eviction_age_s=eviction_age_s))
+        return cost.prefill_bid(request(640), full, None, RATES).cost_s
+
+    assert cost_s(0) == pytest.approx(2 * 0.064)
+    assert cost_s(1) == pytest.approx(4 * 0.064, rel=0.01)
+    assert cost_s(1) > cost_s(600) > cost_s(6000)
+    assert cost_s(6000) == pytest.approx(2 * 0.064, rel=0.01)
+
+
+def test_a_hit_takes_no_room_and_so_drives_nothing_out() -> None:
+    """Only the blocks that are handed out anew are lost to others; an effective block is one."""
+    full = prefill("p0", load=load(eviction_age_s=1))
+    full.heartbeat.layout.dcp_size = 4
+
+    bid = cost.prefill_bid(request(1000), full, Hit(9, pb.TIER_DEVICE), RATES)
+
+    assert "own 0.042 s, evicts 0.051 s" in bid.figures
+
+
+def test_the_best_measure_of_equal_workers_counts_for_all_of_them() -> None:
+    """A worker with good hits computes little in a step, which makes it look slow."""
+    wide = prefill("p3", load=load(tokens_per_s=40_000))
+    wide.heartbeat.layout.dcp_size = 8
+    fleet = [prefill("p0", load=load(tokens_per_s=3000)), prefill("p1"), wide]
+
+    rates = cost.measured(fleet, RATES)
+
+    assert {ranks: each.prefill_tokens_per_s for ranks, each in rates.items()} == {
+        1: 10_000,
+        8: 40_000,
+    }
+    unmeasured = [prefill("p0", load=load(tokens_per_s=0))]
+    assert cost.measured(unmeasured, RATES) == {1: RATES}
+
+
 def test_an_unmeasured_worker_is_taken_for_an_average_one() -> None:
     """0 tokens a second means not known, not never."""
     bid = cost.prefill_bid(request(1000), prefill("p0", load=load(tokens_per_s=0)), None, RATES)

@@ -53,6 +53,37 @@ def test_a_hit_wins_over_a_small_queue_but_not_over_a_long_one() -> None:
     assert chosen(request(6500), with_queue(50_000), hits)[0] == "p1"
 
 
+def test_a_turn_stays_with_its_prefix_behind_a_long_prompt_that_it_overtakes() -> None:
+    """Its own work is done first; moving would compute 100,000 tokens again."""
+    busy = prefill("p0", load=load(num_running=1, waiting_tokens=900_000))
+    fleet = [busy, prefill("p1"), decode("d0")]
+
+    assert chosen(request(100_700), fleet, device_hit("p0", 1563))[0] == "p0"
+    assert chosen(request(100_700), fleet)[0] == "p1"
+
+
+def test_a_cold_prompt_goes_where_the_oldest_blocks_lie() -> None:
+    """So the workers' caches together forget as one cache would: the least recently used first."""
+    fleet = [
+        prefill("p0", load=load(eviction_age_s=20)),
+        prefill("p1", load=load(eviction_age_s=900)),
+        prefill("p2", load=load(eviction_age_s=300)),
+        decode("d0"),
+    ]
+
+    assert chosen(request(100_000), fleet)[0] == "p1"
+    with_room = [*fleet, prefill("p3", load=load(eviction_age_s=0))]
+    assert chosen(request(100_000), with_room)[0] == "p3", "it has empty blocks"
+
+
+def test_a_worker_whose_steps_are_small_is_not_taken_for_slow() -> None:
+    """Else all cold prompts would gather where nothing hits, and drive out what did."""
+    warm = prefill("p0", load=load(tokens_per_s=2000))
+    cold = prefill("p1", load=load(tokens_per_s=20_000, waiting_tokens=1000))
+
+    assert chosen(request(50_000), [warm, cold, decode("d0")])[0] == "p0"
+
+
 def test_a_host_hit_is_worth_less_than_a_device_hit_and_more_than_none() -> None:
     """Loading from the host tier takes time too."""
     hits = {
