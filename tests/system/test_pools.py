@@ -171,7 +171,7 @@ async def test_pools_return_to_base_when_the_client_leaves_amid_decoding(
     http: httpx.AsyncClient, watch: Watch
 ) -> None:
     """After some tokens; the step that computes the next one is over before its pages are free."""
-    asked = Asked(prompt(100, seed=3), max_tokens=2000)
+    asked = Asked(prompt(100, seed=3), max_tokens=1900)
     async with http.stream("POST", "/completions", json=asked.body) as response:
         lines = response.aiter_lines()
         for _ in range(8):
@@ -205,10 +205,10 @@ async def test_leaving_the_queue_for_prefill_s_blocks_disturbs_nobody(
 async def test_leaving_the_queue_for_decode_s_pages_disturbs_nobody(
     http: httpx.AsyncClient, watch: Watch
 ) -> None:
-    """One long answer has reserved nearly all pages; the second request waits for it and goes."""
-    served = asyncio.create_task(ask(http, Asked(prompt(600, seed=7), max_tokens=2000)))
+    """One long answer has reserved most pages; the second request waits for it and goes."""
+    served = asyncio.create_task(ask(http, Asked(prompt(600, seed=7), max_tokens=1400)))
     await watch.eventually(lambda: watch.dones)
-    waiting = asyncio.create_task(ask(http, Asked(prompt(600, seed=8), max_tokens=2000)))
+    waiting = asyncio.create_task(ask(http, Asked(prompt(600, seed=8), max_tokens=1400)))
     await watch.eventually(lambda: watch.num_waiting["decode-0"] == 1)
     await watch.eventually(lambda: watch.latest["prefill-0"].load.waiting_tokens == 0)
 
