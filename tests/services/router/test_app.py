@@ -109,7 +109,7 @@ async def test_a_router_answers_nobody_before_it_has_heard_the_fleet(
             await asyncio.sleep(0.2)
 
     async def serve() -> None:
-        async with app.serve(replace(config, learn_s=0.4)):
+        async with app.serve(replace(config, learn_s=1.0)):
             await asyncio.sleep(DEADLINE_S)
 
     tasks = [asyncio.create_task(beat()), asyncio.create_task(serve())]
