@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -86,18 +86,24 @@ def _config_error(error: BaseException) -> ConfigError | None:
 
 
 @asynccontextmanager
-async def health(host: str, port: int, state: Callable[[], tuple[bool, str]]) -> AsyncIterator[int]:
+async def health(
+    host: str,
+    port: int,
+    state: Callable[[], tuple[bool, str]],
+    metrics: Callable[[], Mapping[str, float]] | None = None,
+) -> AsyncIterator[int]:
     """Serve /livez and /readyz inside the block; yields the port, which 0 leaves to the system.
 
-    `state` says whether the service is ready and why (not); it is called on the probe's thread.
-    /livez is 200 unless the event loop has stood still for 30 s.
+    `state` says whether the service is ready and why (not); `metrics`, if given, what /metrics
+    tells Prometheus. Both are called on the probe's thread. /livez is 200 unless the event loop has
+    stood still for 30 s.
     """
     pulse = _Pulse()
     try:
         server = _ProbeServer((host, port), _Probe)
     except OSError as error:
         raise ConfigError(f"cannot serve the health probe on {host}:{port}: {error}") from error
-    server.state, server.pulse = state, pulse
+    server.state, server.pulse, server.metrics = state, pulse, metrics
     thread = threading.Thread(
         target=server.serve_forever, kwargs={"poll_interval": 0.05}, name="health", daemon=True
     )
@@ -131,23 +137,34 @@ class _ProbeServer(ThreadingHTTPServer):
     daemon_threads = True
     state: Callable[[], tuple[bool, str]]
     pulse: _Pulse
+    metrics: Callable[[], Mapping[str, float]] | None
 
 
 class _Probe(BaseHTTPRequestHandler):
     server: _ProbeServer
 
     def do_GET(self) -> None:
+        if self.path == "/metrics" and self.server.metrics is not None:
+            self._send(200, "text/plain; version=0.0.4", _exposition(self.server.metrics()))
+            return
         answers = {"/livez": self._livez, "/readyz": self.server.state}
         if self.path not in answers:
             self.send_error(404)
             return
         is_well, reason = answers[self.path]()
-        body = json.dumps({"ok": is_well, "reason": reason}).encode()
-        self.send_response(200 if is_well else 503)
-        self.send_header("Content-Type", "application/json")
+        body = json.dumps({"ok": is_well, "reason": reason})
+        self._send(200 if is_well else 503, "application/json", body)
+
+    def _send(self, status: int, content_type: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET  # the name http.server wants
 
     def _livez(self) -> tuple[bool, str]:
         age_s = self.server.pulse.age_s()
@@ -157,3 +174,12 @@ class _Probe(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Probes come every few seconds and say nothing worth a line."""
+
+
+def _exposition(metrics: Mapping[str, float]) -> str:
+    """Prometheus's text format; by its custom, a name that ends in _total only grows."""
+    lines = []
+    for name, value in metrics.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines.append(f"# TYPE {name} {kind}\n{name} {float(value):.17g}\n")
+    return "".join(lines)

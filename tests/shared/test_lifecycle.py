@@ -75,10 +75,12 @@ def test_a_bug_is_not_hidden() -> None:
         run("router", main)
 
 
-async def get(port: int, path: str) -> tuple[int, str]:
+async def get(port: int, path: str, method: str = "GET") -> tuple[int, str]:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)
+
     def fetch() -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            with urllib.request.urlopen(request, timeout=5) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:
@@ -96,11 +98,13 @@ async def test_readiness_tells_the_state_and_its_reason() -> None:
         ready = await get(port, "/readyz")
         alive = await get(port, "/livez")
         unknown = await get(port, "/secrets")
+        bodiless = await get(port, "/livez", "HEAD")
 
     assert waiting == (503, '{"ok": false, "reason": "no decode worker"}')
     assert ready[0] == 200
     assert alive[0] == 200
     assert unknown[0] == 404
+    assert bodiless == (200, "")
 
 
 async def test_the_probe_answers_while_the_loop_is_busy() -> None:
