@@ -58,7 +58,8 @@ def prefill_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates
     block_tokens = BLOCK_TOKENS * max(1, worker.heartbeat.layout.dcp_size)
     num_blocks = _ceil(prompt_tokens, block_tokens) - hit_tokens // block_tokens
     num_promised_blocks = _ceil(worker.promised.prefill_tokens, block_tokens)
-    lost_s = num_blocks * block_tokens / tokens_per_s * _chance_of_reuse(load.eviction_age_s)
+    lost_tokens = max(0, num_blocks - load.empty_blocks) * block_tokens
+    lost_s = lost_tokens / tokens_per_s * _chance_of_reuse(load.eviction_age_s)
     return Bid(
         worker,
         must_wait=num_blocks + num_promised_blocks > load.free_blocks,
@@ -176,7 +177,7 @@ def _tokens_before(worker: Worker, own_tokens: int) -> float:
 
 
 def _chance_of_reuse(unused_s: float) -> float:
-    """That what has lain unused so long is wanted again; 0 s: nothing has to go."""
+    """That what has lain unused so long is wanted again; 0 s: nothing is known of it."""
     return math.exp(-unused_s / _FORGOTTEN_S) if unused_s else 0.0
 
 

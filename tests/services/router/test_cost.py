@@ -39,7 +39,7 @@ def test_a_prompt_that_is_the_longest_waits_for_the_whole_queue() -> None:
 
 
 def test_driving_out_what_was_just_used_costs_its_computing() -> None:
-    """Somebody will do it again; what is old is hardly wanted again, empty room costs nothing."""
+    """Somebody will do it again; what is old is hardly wanted again; 0 is not known."""
 
     def cost_s(eviction_age_s: float) -> float:
         full = prefill("p0", load=load(eviction_age_s=eviction_age_s))
@@ -49,6 +49,15 @@ def test_driving_out_what_was_just_used_costs_its_computing() -> None:
     assert cost_s(1) == pytest.approx(4 * 0.064, rel=0.01)
     assert cost_s(1) > cost_s(600) > cost_s(6000)
     assert cost_s(6000) == pytest.approx(2 * 0.064, rel=0.01)
+
+
+def test_blocks_that_hold_nothing_are_taken_first_and_cost_nothing() -> None:
+    """What is lost is what goes beyond them."""
+    half = prefill("p0", load=load(eviction_age_s=1, empty_blocks=5))
+
+    bid = cost.prefill_bid(request(640), half, None, RATES)
+
+    assert "own 0.064 s, evicts 0.032 s" in bid.figures
 
 
 def test_a_hit_takes_no_room_and_so_drives_nothing_out() -> None:

@@ -72,7 +72,7 @@ def test_a_cold_prompt_goes_where_the_oldest_blocks_lie() -> None:
     ]
 
     assert chosen(request(100_000), fleet)[0] == "p1"
-    with_room = [*fleet, prefill("p3", load=load(eviction_age_s=0))]
+    with_room = [*fleet, prefill("p3", load=load(eviction_age_s=20, empty_blocks=1600))]
     assert chosen(request(100_000), with_room)[0] == "p3", "it has empty blocks"
 
 
