@@ -7,7 +7,7 @@ Sums are whole numbers that go with the promises they are made of, so nothing dr
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from services.router.fleet import Heard
@@ -74,7 +74,7 @@ class Promises:
         self._on_the_way: dict[bytes, dict[str, Promise]] = {}  # by the prompt's first hash
         self._expiries: list[tuple[float, str]] = []
         self._arrivals: list[tuple[float, str]] = []  # when prefixes are no longer on the way
-        self._ended = Recent()  # perhaps while they were being placed
+        self._ended = Recent()  # a promise made or heard of later is void
 
     def __len__(self) -> int:
         self._expire()
@@ -87,8 +87,13 @@ class Promises:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
 
+    @property
+    def open_ids(self) -> Collection[str]:
+        """Of all open promises."""
+        return self._open.keys()
+
     def has_ended(self, request_id: str) -> bool:
-        """Whether this request ended before it was promised anything."""
+        """Whether this request is over."""
         return request_id in self._ended
 
     def make(self, request: pb.PlaceRequest, decision: Decision, lifetime_s: float) -> Promise:
@@ -118,9 +123,17 @@ class Promises:
             heapq.heappush(self._arrivals, (promise.known_s, promise.request_id))
 
     def end(self, request_id: str) -> None:
-        """Forget a request; one that is not known may still be on its way here."""
-        if not self._drop(request_id):
-            self._ended.add(request_id)
+        """The request is over; a promise to it may still be on its way here."""
+        self._drop(request_id)
+        self._ended.add(request_id)
+
+    def withdraw(self, request_id: str) -> None:
+        """Forget a promise; the request may be promised something else."""
+        self._drop(request_id)
+
+    def get(self, request_id: str) -> Promise | None:
+        """The open promise to this request."""
+        return self._open.get(request_id)
 
     def applied(self, heard: Iterable[Heard]) -> list[Worker]:
         """The workers together with what was promised of them."""
@@ -165,10 +178,10 @@ class Promises:
             if promise is not None and promise.known_s < now_s:
                 self._arrive(promise)
 
-    def _drop(self, request_id: str) -> bool:
+    def _drop(self, request_id: str) -> None:
         promise = self._open.get(request_id)
         if promise is None:
-            return False
+            return
         self._arrive(promise)
         del self._open[request_id]
         self._taken[promise.prefill].new.pop(request_id, None)
@@ -176,7 +189,6 @@ class Promises:
         for key in {promise.prefill, promise.decode}:
             if self._taken[key] == _Taken():
                 del self._taken[key]
-        return True
 
     def _arrive(self, promise: Promise) -> None:
         """Its prefix is on the way no longer, and its hashes need no room."""

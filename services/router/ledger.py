@@ -1,0 +1,219 @@
+"""The promises of all routers in Redis: the only place here that knows it.
+
+farspan:router:v1:state         hash    "life" a random word, "version" its number of steps
+farspan:router:v1:log           stream  entry <version>-0: "+" or "-", request id; 8,192 of them
+farspan:router:v1:open          zset    request id by the end of its lease, for routers that start
+farspan:router:v1:promise:{id}  string  15 digits of its making, a Reservation; has its lease
+farspan:router:v1:prefix:{id}   string  the prompt's block hashes, while the index may not know them
+"""
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from shared import farspan_pb2 as pb
+from shared.errors import ConfigError
+
+_KEYS = ("farspan:router:v1:state", "farspan:router:v1:log", "farspan:router:v1:open")
+_MADE_DIGITS = 15
+_MAX_LEASE_MS = 24 * 3600 * 1000
+MAX_ENDED = 512  # in one step
+
+# One step: tell what the caller does not know yet, then write what it did. A promise is written
+# only if the caller knew every other one when it decided, so routers decide as one would. The end
+# of a promise makes room and can be told late. After a flush the state has another life.
+_STEP = """
+local function promise(id) return 'farspan:router:v1:promise:' .. id end
+local function prefix(id) return 'farspan:router:v1:prefix:' .. id end
+local state, log, open = KEYS[1], KEYS[2], KEYS[3]
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local life = redis.call('HGET', state, 'life')
+if not life then
+  redis.call('DEL', log, open)
+  life = ARGV[1]
+  redis.call('HSET', state, 'life', life, 'version', 0)
+end
+local version = tonumber(redis.call('HGET', state, 'version'))
+local known = tonumber(ARGV[3])
+
+local news, is_behind = {}, false
+local function tell(id, hashes)
+  local data = redis.call('GET', promise(id))
+  if not data then return end
+  news[#news + 1] = {'+', id, data, hashes or ''}
+  is_behind = true
+end
+local is_whole = ARGV[2] ~= life or known > version
+if not is_whole and known < version then
+  local entries = redis.call('XRANGE', log, string.format('%d-0', known + 1), '+')
+  if #entries ~= version - known then
+    is_whole = true
+  else
+    for _, entry in ipairs(entries) do
+      local kind, id = unpack(entry[2])
+      if kind == '-' then
+        news[#news + 1] = {'-', id}
+      else
+        tell(id, redis.call('GET', prefix(id)))
+      end
+    end
+  end
+end
+if is_whole then
+  redis.call('ZREMRANGEBYSCORE', open, '-inf', now)
+  for _, id in ipairs(redis.call('ZRANGE', open, 0, -1)) do tell(id) end
+  is_behind = true
+end
+
+local function note(kind, id)
+  version = version + 1
+  redis.call('HSET', state, 'version', version)
+  redis.call('XADD', log, 'MAXLEN', '~', 8192, string.format('%d-0', version), kind, id)
+end
+local num_made = tonumber(ARGV[5])
+local is_written = ARGV[4] == 'always' or not is_behind
+local at = 6
+for _ = 1, num_made do
+  local id, lease, data, prefix_ms, hashes = unpack(ARGV, at, at + 4)
+  at = at + 5
+  if is_written then
+    redis.call('SET', promise(id), string.format('%015d', now) .. data, 'PX', lease)
+    if hashes ~= '' then redis.call('SET', prefix(id), hashes, 'PX', prefix_ms) end
+    redis.call('ZADD', open, now + lease, id)
+    note('+', id)
+  end
+end
+if num_made > 0 then redis.call('ZREMRANGEBYSCORE', open, '-inf', now) end
+for place = at, #ARGV do
+  local id = ARGV[place]
+  if redis.call('DEL', promise(id)) == 1 then
+    redis.call('DEL', prefix(id))
+    redis.call('ZREM', open, id)
+    note('-', id)
+  end
+end
+return {life, version, is_whole and 1 or 0, is_written and 1 or 0, now, news}
+"""
+
+
+class LedgerAway(Exception):
+    """Redis did not do what it was asked; the message says why."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One promise as the ledger holds it."""
+
+    request_id: str
+    reservation: pb.Reservation
+    block_hashes: bytes
+    prefix_s: float = 0.0  # how long the hashes are of use
+    age_s: float = 0.0  # since it was made, by Redis's clock
+
+
+@dataclass(frozen=True)
+class News:
+    """What a step told: other routers' doings since the last one, and whether ours was written."""
+
+    is_written: bool
+    is_whole: bool = False  # `made` is all there is
+    is_new_life: bool = False  # Redis had lost everything
+    changes: Sequence["Entry | str"] = field(default_factory=tuple)  # made, or the id of an ended
+
+
+class Ledger:
+    """One router's view of the ledger. Every step raises LedgerAway when Redis fails."""
+
+    def __init__(self, url: str, ca_file: Path | None, timeout_s: float) -> None:
+        options: dict[str, Any] = {} if ca_file is None else {"ssl_ca_certs": str(ca_file)}
+        try:
+            # redis-py 8 retries for 4.5 to 6 s by default before it says that a port is closed.
+            self._redis: Any = Redis.from_url(
+                url,
+                retry=Retry(NoBackoff(), 0),
+                socket_timeout=None,  # it would lose a cancellation that comes with an answer
+                socket_connect_timeout=timeout_s,
+                **options,
+            )
+        except (ValueError, RedisError) as error:
+            raise ConfigError(f"no Redis can be at {self._place(url)}: {error}") from error
+        self._step = self._redis.register_script(_STEP)
+        self._timeout_s = timeout_s
+        self._life = b""
+        self._version = 0
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._redis.aclose()
+
+    async def make(self, entry: Entry) -> News:
+        """Write a promise if no other was made since the last step."""
+        return await self._run("if-current", [entry], ())
+
+    async def exchange(self, made: Sequence[Entry], ended: Sequence[str]) -> News:
+        """Write promises in any case, end others, and hear what is new."""
+        return await self._run("always", made, ended)
+
+    async def _run(self, mode: str, made: Sequence[Entry], ended: Sequence[str]) -> News:
+        arguments: list[str | bytes | int] = [
+            uuid.uuid4().hex,
+            self._life or "none",
+            self._version,
+            mode,
+            len(made),
+        ]
+        for entry in made:
+            arguments += _fields(entry)
+        arguments += ended
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await self._step(keys=_KEYS, args=arguments)
+        except TimeoutError as error:
+            raise LedgerAway(f"no answer within {self._timeout_s:g} s") from error
+        except RedisError as error:
+            raise LedgerAway(str(error) or type(error).__name__) from error
+        life, version, is_whole, is_written, now_ms, changes = answer
+        is_new_life = self._life not in (b"", life)
+        self._life, self._version = life, version
+        return News(
+            bool(is_written),
+            bool(is_whole),
+            is_new_life,
+            [_change(each, now_ms) for each in changes],
+        )
+
+    @staticmethod
+    def _place(url: str) -> str:
+        """Where Redis is expected, without a password."""
+        return urlsplit(url).netloc.rpartition("@")[2]
+
+
+def _fields(entry: Entry) -> list[str | bytes | int]:
+    lease_ms = max(1, min(entry.reservation.lifetime_ms, _MAX_LEASE_MS))
+    prefix_ms = max(1, min(lease_ms, int(entry.prefix_s * 1000)))
+    data = entry.reservation.SerializeToString()
+    return [entry.request_id, lease_ms, data, prefix_ms, entry.block_hashes]
+
+
+def _change(change: Sequence[bytes], now_ms: int) -> Entry | str:
+    kind, request_id, *rest = change
+    if kind == b"-":
+        return request_id.decode()
+    data, block_hashes = rest
+    made_ms = int(data[:_MADE_DIGITS])
+    return Entry(
+        request_id.decode(),
+        pb.Reservation.FromString(data[_MADE_DIGITS:]),
+        block_hashes,
+        age_s=max(0, now_ms - made_ms) / 1000,
+    )
