@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from shared import farspan_pb2 as pb
-from shared.block_hash import BlockHash, pack
+from shared.block_hash import BLOCK_TOKENS, HASH_BYTES, BlockHash, pack
 from shared.errors import WorkerLost
 
 # About two minutes at a batch per step of 30 ms; older gaps are healed by a snapshot.
@@ -24,31 +24,48 @@ class BlockJournal:
         self._kept: deque[pb.BlockEvents] = deque(maxlen=num_kept_batches)
         self._held: dict[int, dict[BlockHash, None]] = {pb.TIER_DEVICE: {}, pb.TIER_HOST: {}}
         self._sequence = 0
+        self._digests = dict.fromkeys(self._held, 0)
+        self._digest = bytes(len(self._held) * HASH_BYTES)  # as of the last commit
 
     @property
     def sequence(self) -> int:
-        """The last committed batch; what a heartbeat carries."""
+        """The last committed batch."""
         return self._sequence
+
+    def describe(self, heartbeat: pb.Heartbeat) -> None:
+        """Say how far the events are and what is held there, so that an index can compare."""
+        heartbeat.event_sequence = self._sequence
+        heartbeat.block_digest = self._digest
 
     def stored(self, tier: pb.Tier, hashes: Sequence[BlockHash]) -> None:
         """These blocks are now found in `tier`."""
         if hashes:
-            self._held[tier].update(dict.fromkeys(hashes))
-            event = pb.BlocksStored(tier=tier, block_hashes=pack(hashes))
+            held = self._held[tier]
+            for block_hash in hashes:
+                if block_hash not in held:
+                    held[block_hash] = None
+                    self._digests[tier] ^= _number(block_hash)
+            num_tokens = len(hashes) * BLOCK_TOKENS
+            packed = pack(hashes)
+            event = pb.BlocksStored(tier=tier, block_hashes=packed, num_tokens=num_tokens)
             self._pending.append(pb.BlockEvent(stored=event))
 
     def removed(self, tier: pb.Tier, hashes: Sequence[BlockHash]) -> None:
         """The last copy of these blocks has left `tier`."""
         if hashes:
+            held = self._held[tier]
             for block_hash in hashes:
-                self._held[tier].pop(block_hash, None)
+                if block_hash in held:
+                    del held[block_hash]
+                    self._digests[tier] ^= _number(block_hash)
             event = pb.BlocksRemoved(tier=tier, block_hashes=pack(hashes))
             self._pending.append(pb.BlockEvent(removed=event))
 
     def cleared(self) -> None:
         """Nothing is found in any tier any more."""
-        for held in self._held.values():
+        for tier, held in self._held.items():
             held.clear()
+            self._digests[tier] = 0
         self._pending = [pb.BlockEvent(cleared=pb.BlocksCleared())]
 
     def commit(self) -> pb.BlockEvents | None:
@@ -56,6 +73,8 @@ class BlockJournal:
         if not self._pending:
             return None
         self._sequence += 1
+        device, host = self._digests[pb.TIER_DEVICE], self._digests[pb.TIER_HOST]
+        self._digest = device.to_bytes(HASH_BYTES, "little") + host.to_bytes(HASH_BYTES, "little")
         batch = pb.BlockEvents(worker=self._worker, sequence=self._sequence, events=self._pending)
         self._pending = []
         self._kept.append(batch)
@@ -81,3 +100,7 @@ class BlockJournal:
             host_block_hashes=pack(self._held[pb.TIER_HOST]),
         )
         return pb.ReplayReply(snapshot=snapshot)
+
+
+def _number(block_hash: BlockHash) -> int:
+    return int.from_bytes(block_hash, "little")

@@ -35,10 +35,9 @@ class Blocks:
         self._changed = asyncio.Event()
         self._publishing = asyncio.Lock()
 
-    @property
-    def sequence(self) -> int:
-        """The last batch of events; what a heartbeat carries."""
-        return self._journal.sequence
+    def describe(self, heartbeat: pb.Heartbeat) -> None:
+        """Say how far the block events are, and what is held there."""
+        self._journal.describe(heartbeat)
 
     def hold(self, offer: pb.HandoffOffer, reserved_tokens: int) -> Holding | None:
         """Blocks for an offer's prompt and answer; None, nothing taken, if they are not there."""

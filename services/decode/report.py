@@ -62,7 +62,7 @@ class Report:
         self, state: pb.ServiceState, blocks: Blocks, tokens_per_s: float
     ) -> pb.Heartbeat:
         """The message."""
-        return pb.Heartbeat(
+        heartbeat = pb.Heartbeat(
             worker=self._worker,
             role=pb.ROLE_DECODE,
             state=state,
@@ -70,5 +70,6 @@ class Report:
             layout=self._parts.layout,
             limits=self.limits,
             load=self.load(tokens_per_s),
-            event_sequence=blocks.sequence,
         )
+        blocks.describe(heartbeat)
+        return heartbeat

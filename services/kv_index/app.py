@@ -1,13 +1,12 @@
 """kv_index wired up: block events and heartbeats in over NATS, prefix queries out over gRPC.
 
-Queries are answered from memory whatever Redis or NATS do. Lost events are asked for again; a
-worker that no longer has them answers with a snapshot.
+Queries are answered from memory whatever Redis or NATS do.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 
 from services.kv_index import events
@@ -15,29 +14,33 @@ from services.kv_index.config import KvIndexConfig
 from services.kv_index.events import Life
 from services.kv_index.index import Index
 from services.kv_index.mirror import Mirror
+from services.kv_index.repair import Repairs
 from services.kv_index.store import Store, StoreAway
+from services.kv_index.watch import Watch
 from shared import bus, lifecycle, prefix_rpc, subjects, tasks, telemetry
 from shared import farspan_pb2 as pb
+from shared.block_hash import HASH_BYTES
 from shared.bus import Bus
-from shared.errors import ConfigError, FarspanError
+from shared.errors import BadRequest, ConfigError
 
 logger = logging.getLogger(__name__)
 
-_REPLAY_TIMEOUT_S = 5.0  # a snapshot of a million blocks is 16 MB
 _SWEEP_S = 1.0
-_ANY_SEQUENCE = 0  # asks for a snapshot
 
 
 class KvIndex:
     """The handlers around one index. Used on one event loop."""
 
-    def __init__(self, bus: Bus, index: Index, mirror: Mirror) -> None:
+    def __init__(self, bus: Bus, index: Index, mirror: Mirror, watch: Watch) -> None:
         self._bus = bus
         self._index = index
         self._mirror = mirror
-        self._repairs: dict[Life, asyncio.Task[None]] = {}
+        self._watch = watch
+        self._repairs = Repairs(bus, index, mirror, self._refuse)
         self._heard_s: dict[Life, float] = {}
+        self._num_lookups = 0
         self._summary = "starting"
+        self._metrics: Mapping[str, float] = {}
 
     def state(self) -> tuple[bool, str]:
         """Readiness and its reason; called on the probe's thread, so it reads no growing dict."""
@@ -48,96 +51,116 @@ class KvIndex:
             return False, f"NATS is away, events may be missed; {reason}"
         return True, reason
 
+    def metrics(self) -> Mapping[str, float]:
+        """What Prometheus reads, at most a second old; called on the probe's thread."""
+        return self._metrics
+
     async def on_events(self, batch: pb.BlockEvents) -> None:
         """Follow a worker's next batch."""
-        self._mirror.append(self._index.apply(batch))
-        self._repair_if_needed(events.life_of(batch.worker))
+        life = events.life_of(batch.worker)
+        if self._watch.is_refused(life):
+            return
+        try:
+            self._mirror.append(self._index.apply(batch))
+        except BadRequest as error:
+            self._refuse(life, error)
+            return
+        self._repairs.begin_if_needed(life)
 
     async def on_heartbeat(self, heartbeat: pb.Heartbeat) -> None:
-        """Learn of new lives, of lost tails and of workers that stop."""
+        """Learn of new lives, of lost tails, of drift, and of workers that stop."""
         life = events.life_of(heartbeat.worker)
+        if self._watch.is_refused(life):
+            return
         if heartbeat.state == pb.SERVICE_STATE_STOPPED:
             self._retire(life)
             return
-        self._heard_s[life] = time.monotonic()
-        self._mirror.append(self._index.heartbeat(life, heartbeat.event_sequence))
-        self._repair_if_needed(life)
+        if heartbeat.HasField("layout"):
+            try:
+                events.check_layout(heartbeat.layout)
+            except BadRequest as error:
+                self._refuse(life, error)
+                return
+        now_s = time.monotonic()
+        self._heard_s[life] = now_s
+        delta = self._index.heartbeat(life, heartbeat.event_sequence, heartbeat.block_digest)
+        self._mirror.append(delta)
+        self._repairs.begin_if_needed(life)
+        is_known = bool(self._index.sequences.get(life))
+        load = heartbeat.load
+        is_working = load.num_running > 0 or load.tokens_per_s > 0
+        self._watch.note(life, is_working=is_working, is_known=is_known, now_s=now_s)
 
     def longest_prefix(self, query: pb.PrefixQuery) -> pb.PrefixHits:
         """Who holds how much of a prompt. Raises BadRequest."""
-        hashes = events.parse_hashes(query.block_hashes)
-        with telemetry.span("kv_index.longest_prefix", num_blocks=len(hashes)) as span:
-            hits = self._index.longest_prefix(hashes)
+        packed = events.whole(query.block_hashes)
+        num_blocks = len(packed) // HASH_BYTES
+        with telemetry.span("kv_index.longest_prefix", num_blocks=num_blocks) as span:
+            hits = self._index.longest_prefix(packed)
+            self._num_lookups += 1
             span.set(
                 num_workers=len(hits),
                 hit_blocks=max((hit.num_blocks for hit in hits), default=0),
             )
         return pb.PrefixHits(
             hits=[
-                pb.PrefixHit(worker=_ref(hit.life), tier=hit.tier, num_blocks=hit.num_blocks)
-                for hit in hits
+                pb.PrefixHit(
+                    worker=pb.WorkerRef(worker_id=life.worker_id, epoch=life.epoch),
+                    tier=tier,
+                    num_blocks=num_blocks,
+                )
+                for life, num_blocks, tier in hits
             ]
         )
 
     async def sweep(self, forget_after_s: float) -> None:
         """For ever forget workers that fell silent; silence while NATS is away does not count."""
         while True:
-            now_s = time.monotonic()
-            lives = set(self._index.sequences)
-            self._summary = f"{len(lives)} workers, {self._index.num_blocks} blocks"
-            self._heard_s = {
-                life: self._heard_s.get(life, now_s) if self._bus.is_connected else now_s
-                for life in lives
-            }
-            for life, heard_s in list(self._heard_s.items()):
-                if now_s - heard_s > forget_after_s:
-                    logger.info("forgetting worker %s: silent", life.worker_id)
-                    self._retire(life)
+            self._forget_silent(time.monotonic(), forget_after_s)
+            self._index.tidy()
+            self._watch.note_doubted(self._index.doubted)
+            self._measure()
             await asyncio.sleep(_SWEEP_S)
 
     async def stop_repairs(self) -> None:
         """Give up running repairs; the next process starts them again."""
-        await tasks.finish(list(self._repairs.values()), grace_s=0)
+        await self._repairs.stop()
+
+    def _forget_silent(self, now_s: float, forget_after_s: float) -> None:
+        self._heard_s = {
+            life: self._heard_s.get(life, now_s) if self._bus.is_connected else now_s
+            for life in self._index.sequences
+        }
+        for life, heard_s in list(self._heard_s.items()):
+            if now_s - heard_s > forget_after_s:
+                logger.info("forgetting worker %s: silent", life.worker_id)
+                self._retire(life)
+
+    def _measure(self) -> None:
+        index, num_workers = self._index, len(self._index.sequences)
+        self._summary = f"{num_workers} workers, {index.num_blocks} blocks"
+        figures = {
+            "workers": num_workers,
+            "blocks": index.num_blocks,
+            "max_blocks": index.max_blocks,
+            "cut_blocks_total": index.num_cut,
+            "broken_chains_total": index.num_broken_chains,
+            "lookups_total": self._num_lookups,
+            "redis_up": not self._mirror.away_reason,
+            "nats_up": self._bus.is_connected,
+            **self._repairs.counts,
+            **self._watch.counts,
+        }
+        self._metrics = {f"farspan_kv_index_{name}": value for name, value in figures.items()}
+
+    def _refuse(self, life: Life, error: BadRequest) -> None:
+        self._watch.refuse(life, str(error))
+        self._retire(life)
 
     def _retire(self, life: Life) -> None:
+        self._watch.forget(life)
         if self._index.retire(life):
             self._mirror.retire(life)
-
-    def _repair_if_needed(self, life: Life) -> None:
-        if life not in self._repairs and self._index.first_missing(life) is not None:
-            task = asyncio.create_task(self._repair(life))
-            self._repairs[life] = task
-            task.add_done_callback(lambda _: self._repairs.pop(life, None))
-
-    async def _repair(self, life: Life) -> None:
-        """Ask for what is missing until nothing is. On failure the next heartbeat begins anew."""
-        try:
-            while (first := self._index.first_missing(life)) is not None:
-                await self._ask(life, first)
-                if self._index.first_missing(life) == first:
-                    await self._ask(life, _ANY_SEQUENCE)
-                    if self._index.first_missing(life) == first:
-                        logger.error("worker %s does not replay %d", life.worker_id, first)
-                        return
-        except FarspanError as error:
-            logger.warning("no replay from worker %s: %s", life.worker_id, error)
-
-    async def _ask(self, life: Life, from_sequence: int) -> None:
-        request = pb.ReplayRequest(worker=_ref(life), from_sequence=from_sequence)
-        reply = await self._bus.request(
-            subjects.REPLAY, request, timeout_s=_REPLAY_TIMEOUT_S, worker=life.worker_id
-        )
-        logger.info(
-            "worker %s from %d: %s",
-            life.worker_id,
-            from_sequence,
-            "snapshot" if reply.HasField("snapshot") else f"{len(reply.batches)} batches replayed",
-        )
-        if reply.HasField("snapshot"):
-            blocks = events.snapshot_blocks(reply.snapshot)
-            self._mirror.append(self._index.restore(life, reply.snapshot.sequence, blocks))
-        for batch in reply.batches:
-            self._mirror.append(self._index.apply(batch))
 
 
 @asynccontextmanager
@@ -146,17 +169,20 @@ async def serve(config: KvIndexConfig) -> AsyncIterator[int]:
 
     Raises ConfigError when NATS or Redis is missing at the start.
     """
-    index, store = Index(), Store(config.redis_url)
+    index = Index(config.max_blocks)
+    store = Store(config.redis_url, config.redis_ca_file)
     mirror = Mirror(index, store, check_interval_s=config.redis_check_interval_s)
     async with (
         aclosing(store),
         bus.connect(config.nats_url, "kv_index") as link,
     ):
         await _load(index, store)
-        service = KvIndex(link, index, mirror)
+        service = KvIndex(link, index, mirror, Watch(config.mute_after_s))
         async with (
             tasks.background(mirror.run(), service.sweep(config.forget_after_s)),
-            lifecycle.health(config.health_host, config.health_port, service.state),
+            lifecycle.health(
+                config.health_host, config.health_port, service.state, service.metrics
+            ),
             prefix_rpc.serve(config.grpc_address, service.longest_prefix) as port,
             link.listen(subjects.BLOCK_EVENTS, service.on_events),
             link.listen(subjects.HEARTBEAT, service.on_heartbeat),
@@ -175,7 +201,7 @@ async def _load(index: Index, store: Store) -> None:
     except StoreAway as error:
         raise ConfigError(f"no Redis at {store.place}: {error}") from error
     for life in lives:
-        index.restore(life.life, life.sequence, life.blocks)
+        index.restore(life.life, life.sequence, life.changes)
     logger.info("loaded %d blocks of %d workers", index.num_blocks, len(lives))
 
 
@@ -185,7 +211,3 @@ async def _flush(mirror: Mirror) -> None:
         await mirror.write()
     except StoreAway as error:
         logger.warning("the copy in Redis is behind: %s", error)
-
-
-def _ref(life: Life) -> pb.WorkerRef:
-    return pb.WorkerRef(worker_id=life.worker_id, epoch=life.epoch)

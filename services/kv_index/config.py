@@ -9,13 +9,18 @@ class KvIndexConfig:
     """Read from KV_INDEX_* variables."""
 
     nats_url: str
-    redis_url: str
+    redis_url: str  # redis://[[user]:password@]host:port/db, or rediss:// for TLS
     grpc_address: str  # host:port to serve prefix queries on
+    redis_ca_file: Path | None = None  # whom rediss:// trusts; without it, those the system trusts
     health_host: str = "127.0.0.1"
     health_port: int = 0
     trace_file: Path | None = None
     otlp_endpoint: str = ""
+    # Different blocks kept, at 40 bytes each. Beyond it new blocks are left out, and counted.
+    max_blocks: int = 4_194_304
     # A worker beats twice a second; after ten minutes of silence its blocks are only in the way.
     # It costs nothing to be wrong: the next heartbeat makes the worker known and replays.
     forget_after_s: float = 600.0
+    # A worker that has worked for so long without a block event is reported: routers are blind.
+    mute_after_s: float = 60.0
     redis_check_interval_s: float = 5.0

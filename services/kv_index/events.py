@@ -1,20 +1,19 @@
-"""Workers' messages about blocks, parsed: what may not be empty or unknown is refused here.
+"""Workers' messages about blocks, parsed: what is empty, unknown or sparse is refused here.
 
 Knows the wire and tier bits; keeps no state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from shared import farspan_pb2 as pb
-from shared.block_hash import BlockHash, unpack
+from shared.block_hash import BLOCK_TOKENS, HASH_BYTES
 from shared.errors import BadRequest
 
-GONE = 0  # the tier bits of a block that is held nowhere
 DEVICE_BIT = 1
 HOST_BIT = 2
-_TIER_BITS: dict[int, int] = {pb.TIER_DEVICE: DEVICE_BIT, pb.TIER_HOST: HOST_BIT}
-_ALL_BITS = DEVICE_BIT | HOST_BIT
+TIER_BITS = (DEVICE_BIT, HOST_BIT)
+_BITS: dict[int, int] = {pb.TIER_DEVICE: DEVICE_BIT, pb.TIER_HOST: HOST_BIT}
 
 
 class Life(NamedTuple):
@@ -25,11 +24,11 @@ class Life(NamedTuple):
 
 
 class Change(NamedTuple):
-    """One event: every named block keeps `keep_bits` of its tiers and gains `set_bits`."""
+    """One event: these blocks have come to a tier, or left it."""
 
-    hashes: Sequence[BlockHash]
-    set_bits: int
-    keep_bits: int
+    tier_bit: int
+    is_stored: bool
+    packed: bytes  # 16 bytes a block
 
 
 class Cleared(NamedTuple):
@@ -48,30 +47,48 @@ def changes(batch: pb.BlockEvents) -> list[Change | Cleared]:
     return [_change(event) for event in batch.events]
 
 
-def snapshot_blocks(snapshot: pb.BlockSnapshot) -> dict[BlockHash, int]:
-    """The tier bits of every block of a snapshot. Raises BadRequest."""
-    blocks = dict.fromkeys(parse_hashes(snapshot.host_block_hashes), HOST_BIT)
-    for block_hash in parse_hashes(snapshot.device_block_hashes):
-        blocks[block_hash] = blocks.get(block_hash, GONE) | DEVICE_BIT
-    return blocks
+def snapshot_changes(snapshot: pb.BlockSnapshot) -> list[Change]:
+    """A snapshot as the events that lead to it from nothing. Raises BadRequest."""
+    return [
+        Change(DEVICE_BIT, True, whole(snapshot.device_block_hashes)),
+        Change(HOST_BIT, True, whole(snapshot.host_block_hashes)),
+    ]
 
 
-def parse_hashes(data: bytes) -> list[BlockHash]:
-    """The hashes of a message's field. Raises BadRequest if it holds a part of one."""
-    try:
-        return unpack(data)
-    except ValueError as error:
-        raise BadRequest(str(error)) from error
+def whole(packed: bytes) -> bytes:
+    """These hashes. Raises BadRequest if there is a part of one."""
+    if len(packed) % HASH_BYTES:
+        raise BadRequest(f"{len(packed)} bytes of block hashes are not a multiple of {HASH_BYTES}")
+    return packed
+
+
+def blocks(changes: Iterable[Change]) -> dict[bytes, int]:
+    """The tier bits that changes leave to every block they name, 0 where it left its last tier."""
+    bits: dict[bytes, int] = {}
+    for tier_bit, is_stored, packed in changes:
+        for at in range(0, len(packed), HASH_BYTES):
+            block_hash = packed[at : at + HASH_BYTES]
+            before = bits.get(block_hash, 0)
+            bits[block_hash] = before | tier_bit if is_stored else before & ~tier_bit
+    return bits
+
+
+def check_layout(layout: pb.KvLayout) -> None:
+    """Raises BadRequest if a worker counts in blocks of another size: its hashes mean others."""
+    if layout.block_tokens != BLOCK_TOKENS:
+        raise BadRequest(f"its blocks have {layout.block_tokens} tokens, not {BLOCK_TOKENS}")
 
 
 def _change(event: pb.BlockEvent) -> Change | Cleared:
     match event.WhichOneof("event"):
         case "stored":
-            bit = _tier_bit(event.stored.tier)
-            return Change(parse_hashes(event.stored.block_hashes), bit, _ALL_BITS)
+            change = Change(_bit(event.stored.tier), True, whole(event.stored.block_hashes))
+            num_tokens = len(change.packed) // HASH_BYTES * BLOCK_TOKENS
+            if event.stored.num_tokens != num_tokens:
+                raise BadRequest(f"hashes of {num_tokens} tokens for {event.stored.num_tokens}")
+            return change
         case "removed":
-            bit = _tier_bit(event.removed.tier)
-            return Change(parse_hashes(event.removed.block_hashes), GONE, _ALL_BITS & ~bit)
+            return Change(_bit(event.removed.tier), False, whole(event.removed.block_hashes))
         case "cleared":
             return Cleared()
         case _:
@@ -79,8 +96,8 @@ def _change(event: pb.BlockEvent) -> Change | Cleared:
             raise BadRequest("a block event of a kind this version does not know")
 
 
-def _tier_bit(tier: int) -> int:
-    bit = _TIER_BITS.get(tier)
+def _bit(tier: int) -> int:
+    bit = _BITS.get(tier)
     if bit is None:
         raise BadRequest(f"tier {tier} does not exist")
     return bit

@@ -1,30 +1,22 @@
 """Which worker holds which block, in memory: apply events, answer longest prefixes.
 
 Knows worker lives, tiers and sequence numbers; knows no Redis, NATS or clock. Only a worker's
-current life has holdings, so a restart or a clear drops everything in one step and nothing old is
-ever found.
+current life has a seat in the table, so a restart or a clear drops everything in one step and
+nothing old is ever found.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from services.kv_index import events
-from services.kv_index.events import DEVICE_BIT, GONE, Cleared, Life
+from services.kv_index import events, search
+from services.kv_index.events import Change, Cleared, Life
+from services.kv_index.holdings import Delta, Holdings
+from services.kv_index.search import Holders
+from services.kv_index.table import Table
 from shared import farspan_pb2 as pb
-from shared.block_hash import BlockHash
+from shared.block_hash import HASH_BYTES
 
-_NUM_PROBES = 16  # beside the 15 of the search; together 2 us of a lookup that may cover 16,384
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What one step changed at a life: the unit in which the durable copy follows."""
-
-    life: Life
-    previous: int | None  # the sequence it builds on; None: `blocks` is all there is
-    sequence: int
-    blocks: Mapping[BlockHash, int]  # tier bits, GONE = no longer held
+_ROOM_AGAIN = 0.1  # of the table: with less, whole workers are not asked for again
 
 
 class Hit(NamedTuple):
@@ -35,22 +27,19 @@ class Hit(NamedTuple):
     tier: pb.Tier
 
 
-@dataclass
-class _Holdings:
-    """What one life holds, and how far its events have been followed."""
-
-    life: Life
-    sequence: int = 0  # the last batch applied
-    announced: int = 0  # batches up to here exist, so what is missing of them is lost
-    claimed: int = 0  # what the last heartbeat said
-    blocks: dict[BlockHash, int] = field(default_factory=dict)  # tier bits, never GONE
-
-
 class Index:
-    """The blocks of every worker's current life."""
+    """The blocks of every worker's current life, at most `max_blocks` different ones."""
 
-    def __init__(self) -> None:
-        self._workers: dict[str, _Holdings] = {}
+    def __init__(self, max_blocks: int = 1 << 20) -> None:
+        self._table = Table(max_blocks)
+        self.max_blocks = max_blocks
+        self._workers: dict[str, Holdings] = {}
+        self._free_seats = list(reversed(range(self._table.num_seats)))
+        self._left_seats: list[int] = []  # whose bits still stand in the table
+        self._at_bits: dict[int, tuple[int, Life]] = {}  # seat's bit -> rank among lives, life
+        self._holders = Holders([])
+        self.num_cut = 0
+        self.num_broken_chains = 0
 
     @property
     def sequences(self) -> dict[Life, int]:
@@ -59,8 +48,8 @@ class Index:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks held, counted once for each worker."""
-        return sum(len(holdings.blocks) for holdings in self._workers.values())
+        """Different blocks in memory."""
+        return self._table.num_blocks
 
     def apply(self, batch: pb.BlockEvents) -> Delta | None:
         """Follow the next batch; None if it is a duplicate, of a past life, or after a gap.
@@ -75,19 +64,18 @@ class Index:
         if batch.sequence != holdings.sequence + 1:
             return None
         previous: int | None = holdings.sequence
-        touched: dict[BlockHash, int] = {}
+        played: list[Change] = []
         for change in changes:
             if isinstance(change, Cleared):
-                holdings.blocks, touched, previous = {}, {}, None
-                continue
-            for block_hash in change.hashes:
-                bits = touched.get(block_hash, holdings.blocks.get(block_hash, GONE))
-                touched[block_hash] = bits & change.keep_bits | change.set_bits
-        _merge(holdings.blocks, touched)
+                self._reseat(holdings)
+                played, previous = [], None
+            else:
+                played += self._play(holdings, [change])
         holdings.sequence = batch.sequence
-        return Delta(life, previous, batch.sequence, touched)
+        holdings.compare()
+        return Delta(life, previous, batch.sequence, tuple(played))
 
-    def heartbeat(self, life: Life, event_sequence: int) -> Delta | None:
+    def heartbeat(self, life: Life, event_sequence: int, digest: bytes = b"") -> Delta | None:
         """Note how far a worker says it is; the delta is given if its life begins with this.
 
         Events and heartbeats arrive on separate subscriptions, so a heartbeat may be ahead for a
@@ -98,90 +86,121 @@ class Index:
         if holdings is None:
             return None
         holdings.announced = max(holdings.announced, holdings.claimed)
-        holdings.claimed = event_sequence
+        holdings.claimed, holdings.claimed_digest = event_sequence, digest
+        holdings.compare()
         return self.whole(life) if holdings is not before else None
 
     def first_missing(self, life: Life) -> int | None:
         """The sequence from which `life` must replay; None if nothing is known to be lost."""
-        holdings = self._workers.get(life.worker_id)
-        if holdings is None or holdings.life != life or holdings.sequence >= holdings.announced:
+        holdings = self._known(life)
+        if holdings is None or holdings.sequence >= holdings.announced:
             return None
         return holdings.sequence + 1
 
-    def restore(self, life: Life, sequence: int, blocks: Mapping[BlockHash, int]) -> Delta | None:
+    def is_drifted(self, life: Life) -> bool:
+        """Whether a life holds, by its own digest, something else than is known of it."""
+        holdings = self._known(life)
+        return holdings is not None and holdings.is_drifted
+
+    @property
+    def doubted(self) -> set[Life]:
+        """Lives whose digest disagrees even with their own snapshot: it is not believed."""
+        return {holdings.life for holdings in self._workers.values() if holdings.is_doubted}
+
+    def is_cut(self, life: Life) -> bool:
+        """Whether blocks of a life were left out, and there is room for them now."""
+        holdings = self._known(life)
+        has_room = self._table.num_left > _ROOM_AGAIN * self.max_blocks
+        return holdings is not None and holdings.num_cut > 0 and has_room
+
+    def restore(self, life: Life, sequence: int, changes: Sequence[Change]) -> Delta | None:
         """Take over a whole state; None if `life` is over or has been followed further."""
         holdings = self._current(life)
         if holdings is None or sequence < holdings.sequence:
             return None
-        holdings.blocks = {block_hash: bits for block_hash, bits in blocks.items() if bits != GONE}
+        is_healing = holdings.is_drifted
+        self._reseat(holdings)
+        played = self._play(holdings, changes)
+        holdings.is_healing |= is_healing
         holdings.sequence = sequence
-        return self.whole(life)
+        holdings.compare()
+        return Delta(life, None, sequence, tuple(played))
 
     def whole(self, life: Life) -> Delta | None:
         """All that a life holds as one delta; None if it is over."""
-        holdings = self._workers.get(life.worker_id)
-        if holdings is None or holdings.life != life:
-            return None
-        return Delta(life, None, holdings.sequence, dict(holdings.blocks))
+        holdings = self._known(life)
+        return None if holdings is None else holdings.whole(self._table)
 
     def retire(self, life: Life) -> bool:
         """Forget a worker; False if it is not known or has begun another life."""
-        holdings = self._workers.get(life.worker_id)
-        if holdings is None or holdings.life != life:
+        if self._known(life) is None:
             return False
-        del self._workers[life.worker_id]
+        self._left_seats.append(self._workers.pop(life.worker_id).seat)
+        self._seats_changed()
         return True
 
-    def longest_prefix(self, hashes: Sequence[BlockHash]) -> list[Hit]:
-        """Every worker that holds at least the first block, and how far it goes."""
-        hits = []
-        for holdings in self._workers.values():
-            num_blocks = _prefix_len(hashes, holdings.blocks.__contains__)
-            if num_blocks:
-                hits.append(Hit(holdings.life, num_blocks, _tier(hashes[:num_blocks], holdings)))
-        return sorted(hits)
+    def tidy(self) -> bool:
+        """Free what past lives held; False if there was nothing. A few ms for a million blocks."""
+        if not self._left_seats:
+            return False
+        self._table.vacate(self._left_seats)
+        self._free_seats += self._left_seats
+        self._left_seats = []
+        return True
 
-    def _current(self, life: Life) -> _Holdings | None:
+    def longest_prefix(self, packed: bytes) -> list[Hit]:
+        """Every worker that holds at least the first block, and how far it goes, in order."""
+        steps, is_broken = search.longest(packed, self._table.columns, self._holders)
+        self.num_broken_chains += is_broken
+        hits = []
+        for num_blocks, seats, device_seats in steps:
+            while seats:
+                bit = seats & -seats
+                seats ^= bit
+                rank, life = self._at_bits[bit]
+                tier = pb.TIER_DEVICE if device_seats & bit else pb.TIER_HOST
+                hits.append((rank, Hit(life, num_blocks, tier)))
+        hits.sort()
+        return [hit for _, hit in hits]
+
+    def _play(self, holdings: Holdings, changes: Sequence[Change]) -> list[Change]:
+        if sum(len(change.packed) for change in changes) > self._table.num_left * HASH_BYTES:
+            self.tidy()  # the dead make room first
+        before = holdings.num_cut
+        played = holdings.play(self._table, changes)
+        self.num_cut += holdings.num_cut - before
+        return played
+
+    def _known(self, life: Life) -> Holdings | None:
+        holdings = self._workers.get(life.worker_id)
+        return holdings if holdings is not None and holdings.life == life else None
+
+    def _current(self, life: Life) -> Holdings | None:
         """The holdings of `life`, empty at first; None if a later life has begun."""
         holdings = self._workers.get(life.worker_id)
         if holdings is None or holdings.life.epoch < life.epoch:
-            holdings = self._workers[life.worker_id] = _Holdings(life)
+            if holdings is not None:
+                self._left_seats.append(holdings.seat)
+            holdings = self._workers[life.worker_id] = Holdings(life, self._take_seat())
+            self._seats_changed()
         return holdings if holdings.life == life else None
 
+    def _reseat(self, holdings: Holdings) -> None:
+        self._left_seats.append(holdings.seat)
+        holdings.move(self._take_seat())
+        self._seats_changed()
 
-def _merge(blocks: dict[BlockHash, int], touched: Mapping[BlockHash, int]) -> None:
-    for block_hash, bits in touched.items():
-        if bits == GONE:
-            blocks.pop(block_hash, None)
-        else:
-            blocks[block_hash] = bits
+    def _take_seat(self) -> int:
+        if not self._free_seats and not self.tidy():
+            first = self._table.num_seats
+            self._table.add_plane()
+            self._free_seats += reversed(range(first, self._table.num_seats))
+        return self._free_seats.pop()
 
-
-def _tier(held: Sequence[BlockHash], holdings: _Holdings) -> pb.Tier:
-    """The slowest tier that a prefix which is held touches."""
-
-    def on_device(block_hash: BlockHash) -> bool:
-        return bool(holdings.blocks.get(block_hash, GONE) & DEVICE_BIT)
-
-    return pb.TIER_DEVICE if _prefix_len(held, on_device) == len(held) else pb.TIER_HOST
-
-
-def _prefix_len(hashes: Sequence[BlockHash], is_held: Callable[[BlockHash], bool]) -> int:
-    """How many leading hashes are held.
-
-    Workers evict a chain's tail before its head, so presence is monotone and a binary search finds
-    its end. Probes inside the result catch a worker that broke the rule; then every block is asked.
-    """
-    if not hashes or not is_held(hashes[0]):
-        return 0
-    low, high = 1, len(hashes) + 1  # hashes[low - 1] is held, hashes[high - 1] is not
-    while high - low > 1:
-        middle = (low + high) // 2
-        if is_held(hashes[middle - 1]):
-            low = middle
-        else:
-            high = middle
-    step = max(1, low // _NUM_PROBES)
-    if all(is_held(hashes[probe]) for probe in range(0, low, step)):
-        return low
-    return next(count for count, block_hash in enumerate(hashes) if not is_held(block_hash))
+    def _seats_changed(self) -> None:
+        by_life = sorted(self._workers.values(), key=lambda holdings: holdings.life)
+        self._at_bits = {
+            search.bit_of(holdings.seat): (rank, holdings.life)
+            for rank, holdings in enumerate(by_life)
+        }
+        self._holders = Holders([holdings.seat for holdings in by_life])

@@ -10,7 +10,8 @@ from collections import deque
 from contextlib import suppress
 
 from services.kv_index.events import Life
-from services.kv_index.index import Delta, Index
+from services.kv_index.holdings import Delta
+from services.kv_index.index import Index
 from services.kv_index.store import Store, StoreAway
 
 logger = logging.getLogger(__name__)

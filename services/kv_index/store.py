@@ -1,11 +1,13 @@
-"""The index's durable, shared copy in Redis: the only place that knows Redis.
+"""The index's durable, shared copy in Redis: the only place that knows Redis here.
 
-farspan:kv:v1:epochs            hash  worker id -> epoch     a life is valid iff it stands here
-farspan:kv:v1:life:{id}:{epoch} hash  block hash -> tiers    "1" device, "2" host, "3" both
-                                      "sequence" -> the last batch that is in it
+farspan:kv:v2:epochs                      hash    worker id -> epoch; what is not here is not valid
+farspan:kv:v2:life:{id}:{epoch}:sequence  string  the last batch that is in the sets
+farspan:kv:v2:life:{id}:{epoch}:{tier}    set     block hashes in `device` or `host`
 """
 
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,50 +16,71 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from services.kv_index.events import GONE, Life
-from services.kv_index.index import Delta
-from shared.block_hash import HASH_BYTES, BlockHash
+from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, Life
+from services.kv_index.holdings import Delta
+from shared.block_hash import HASH_BYTES
+from shared.errors import ConfigError
 
-_EPOCHS = "farspan:kv:v1:epochs"
-_SEQUENCE = b"sequence"  # 8 bytes, so it is no block hash
+_EPOCHS = "farspan:kv:v2:epochs"
+_TIERS = {DEVICE_BIT: "device", HOST_BIT: "host"}
 _SCAN_COUNT = 4096
-_TIMEOUT_S = 5.0  # a whole life of a million blocks takes Redis about one second
+_TIMEOUT_S = 5.0
 _CONNECT_S = 1.0
+_KEEP_S = 86_400  # a life that no kv_index has followed for a day is only in the way
+_STAGE_S = 60
+_PART_BYTES = 4096 * HASH_BYTES  # a command of this size keeps Redis from others for about 1 ms
 
 # Replicas of kv_index follow the same workers at different speeds. A step is taken only on exactly
 # the state it builds on, so a slow replica cannot undo a fast one, whoever dies in between. Epochs
 # are Unix nanoseconds, beyond Lua's exact integers: numbers are 20 digits and compare as text.
-_APPEND = """
-local worker, epoch, previous, sequence, blocks = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local valid = redis.call('HGET', KEYS[1], worker)
-if valid and valid > epoch then return 'done' end
-if valid ~= epoch then
-  if valid then redis.call('UNLINK', ARGV[6] .. valid) end
-  redis.call('HSET', KEYS[1], worker, epoch)
-end
-local at = redis.call('HGET', KEYS[2], 'sequence') or string.rep('0', 20)
-if previous == 'whole' then
-  if at > sequence then return 'done' end
-  redis.call('UNLINK', KEYS[2])
-else
-  if at >= sequence then return 'done' end
-  if at ~= previous then return 'behind' end
-end
-for i = 1, #blocks, 17 do
-  local tiers = string.sub(blocks, i + 16, i + 16)
-  if tiers == '0' then
-    redis.call('HDEL', KEYS[2], string.sub(blocks, i, i + 15))
-  else
-    redis.call('HSET', KEYS[2], string.sub(blocks, i, i + 15), tiers)
+# ARGV: worker id, epoch, prefix of the worker's keys, seconds to keep.
+_BEGIN = """
+local valid = redis.call('HGET', KEYS[1], ARGV[1])
+if valid and valid > ARGV[2] then return 'done' end
+if valid ~= ARGV[2] then
+  if valid then
+    local old = ARGV[3] .. valid
+    redis.call('UNLINK', old .. ':sequence', old .. ':device', old .. ':host')
   end
+  redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 end
-redis.call('HSET', KEYS[2], 'sequence', sequence)
+local at = redis.call('GET', KEYS[2]) or string.rep('0', 20)
+"""
+_END = """
+for i = 2, 4 do redis.call('EXPIRE', KEYS[i], ARGV[4]) end
 return 'done'
 """
 
+# ... previous sequence, sequence, then for each change a command, a key's number and its hashes.
+_APPEND = f"""{_BEGIN}
+if at >= ARGV[6] then return 'done' end
+if at ~= ARGV[5] then return 'behind' end
+for c = 7, #ARGV, 3 do
+  local packed = ARGV[c + 2]
+  for i = 1, #packed, 16000 do
+    local members = {{}}
+    for j = i, math.min(i + 15999, #packed), 16 do
+      members[#members + 1] = string.sub(packed, j, j + 15)
+    end
+    redis.call(ARGV[c], KEYS[tonumber(ARGV[c + 1])], unpack(members))
+  end
+end
+redis.call('SET', KEYS[2], ARGV[6])
+{_END}"""
+
+# ... sequence. KEYS[5] and KEYS[6] are the sets to take over; one that is not there is empty.
+_REPLACE = f"""{_BEGIN}
+if at > ARGV[5] then return 'done' end
+for i = 3, 4 do
+  redis.call('UNLINK', KEYS[i])
+  if redis.call('EXISTS', KEYS[i + 2]) == 1 then redis.call('RENAME', KEYS[i + 2], KEYS[i]) end
+end
+redis.call('SET', KEYS[2], ARGV[5])
+{_END}"""
+
 _RETIRE = """
 if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then redis.call('HDEL', KEYS[1], ARGV[1]) end
-redis.call('UNLINK', KEYS[2])
+redis.call('UNLINK', KEYS[2], KEYS[3], KEYS[4])
 """
 
 
@@ -68,23 +91,28 @@ class StoreAway(Exception):
 class Store:
     """The durable copy. Every method raises StoreAway when Redis fails."""
 
-    def __init__(self, url: str) -> None:
-        # redis-py 8 retries for 4.5 to 6 s by default before it says that a port is closed.
-        self._redis: Any = Redis.from_url(
-            url,
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=_TIMEOUT_S,
-            socket_connect_timeout=_CONNECT_S,
-        )
-
+    def __init__(self, url: str, ca_file: Path | None = None) -> None:
+        """Raises ConfigError if the URL or the file cannot be used."""
+        options: dict[str, Any] = {"ssl_ca_certs": str(ca_file)} if ca_file else {}
+        try:
+            if ca_file and urlsplit(url).scheme != "rediss":
+                raise ValueError("a CA file needs rediss://")
+            if ca_file and not ca_file.is_file():
+                raise ValueError(f"there is no CA file {ca_file}")
+            self._redis: Any = Redis.from_url(
+                url,
+                # redis-py 8 retries for 4.5 to 6 s by default before it says that a port is closed.
+                retry=Retry(NoBackoff(), 0),
+                socket_timeout=_TIMEOUT_S,
+                socket_connect_timeout=_CONNECT_S,
+                **options,
+            )
+        except ValueError as error:
+            raise ConfigError(f"no Redis at {_place(url)}: {error}") from error
         self._append = self._redis.register_script(_APPEND)
+        self._replace = self._redis.register_script(_REPLACE)
         self._retire = self._redis.register_script(_RETIRE)
-        self._url = url
-
-    @property
-    def place(self) -> str:
-        """Where Redis is expected, without a password."""
-        return urlsplit(self._url).netloc.rpartition("@")[2]
+        self.place = _place(url)
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -103,44 +131,67 @@ class Store:
 
     async def append(self, delta: Delta) -> bool:
         """Add a step; False if the copy is behind it and needs the whole life."""
-        keys = [_EPOCHS, _key(delta.life)]
-        arguments: list[str | bytes] = [
-            delta.life.worker_id,
-            _digits(delta.life.epoch),
-            "whole" if delta.previous is None else _digits(delta.previous),
-            _digits(delta.sequence),
-            b"".join(block_hash + b"%d" % bits for block_hash, bits in delta.blocks.items()),
-            _key_prefix(delta.life.worker_id),
-        ]
-        return bool(await _run(self._append, keys, arguments) == b"done")
+        if delta.previous is None:
+            await self._take_over(delta)
+            return True
+        arguments: list[str | bytes] = [_digits(delta.previous), _digits(delta.sequence)]
+        for bit, is_stored, packed in delta.changes:
+            arguments += [
+                "SADD" if is_stored else "SREM",
+                "3" if bit == DEVICE_BIT else "4",
+                packed,
+            ]
+        done = await _run(self._append, _keys(delta.life), [*_head(delta.life), *arguments])
+        return bool(done == b"done")
 
     async def retire(self, life: Life) -> None:
         """Remove a life, and its worker unless another life has begun."""
-        await _run(self._retire, [_EPOCHS, _key(life)], [life.worker_id, _digits(life.epoch)])
+        await _run(self._retire, _keys(life), [life.worker_id, _digits(life.epoch)])
 
     async def sequences(self, lives: Sequence[Life]) -> dict[Life, int]:
-        """How far the copy is with each life; 0 for one it does not know."""
+        """How far the copy is with each life, which is kept for another day; 0 if not known."""
         try:
             pipeline = self._redis.pipeline(transaction=False)
             for life in lives:
-                pipeline.hget(_key(life), _SEQUENCE)
+                _, sequence, *tiers = _keys(life)
+                for key in tiers:
+                    pipeline.expire(key, _KEEP_S)
+                pipeline.getex(sequence, ex=_KEEP_S)
             pipeline.ping()  # also with no lives this shows whether Redis is there
             answers = await pipeline.execute()
         except RedisError as error:
             raise StoreAway(str(error)) from error
-        return {life: int(answer or 0) for life, answer in zip(lives, answers, strict=False)}
+        return {life: int(answer or 0) for life, answer in zip(lives, answers[2::3], strict=False)}
+
+    async def _take_over(self, delta: Delta) -> None:
+        """Write aside in parts, so that others are served in between; then swap in one step."""
+        stage = f"farspan:kv:v2:stage:{uuid.uuid4().hex}:"
+        staged = {bit: stage + tier for bit, tier in _TIERS.items()}
+        try:
+            for bit, is_stored, packed in delta.changes:
+                for at in range(0, len(packed), _PART_BYTES):
+                    members = _split(packed[at : at + _PART_BYTES])
+                    pipeline = self._redis.pipeline(transaction=False)
+                    (pipeline.sadd if is_stored else pipeline.srem)(staged[bit], *members)
+                    pipeline.expire(staged[bit], _STAGE_S)
+                    await pipeline.execute()
+        except RedisError as error:
+            raise StoreAway(str(error)) from error
+        keys = [*_keys(delta.life), *staged.values()]
+        await _run(self._replace, keys, [*_head(delta.life), _digits(delta.sequence)])
 
     async def _lives(self) -> list[Life]:
         epochs: Mapping[bytes, bytes] = await self._redis.hgetall(_EPOCHS)
         return [Life(worker.decode(), int(epoch)) for worker, epoch in epochs.items()]
 
     async def _load(self, life: Life) -> Delta:
-        sequence = int(await self._redis.hget(_key(life), _SEQUENCE) or 0)
-        blocks: dict[BlockHash, int] = {}
-        async for name, tiers in self._redis.hscan_iter(_key(life), count=_SCAN_COUNT):
-            if len(name) == HASH_BYTES:
-                blocks[BlockHash(name)] = int(tiers or GONE)
-        return Delta(life, None, sequence, blocks)
+        _, sequence_key, *tier_keys = _keys(life)
+        sequence = int(await self._redis.get(sequence_key) or 0)
+        changes = []
+        for bit, key in zip(_TIERS, tier_keys, strict=True):
+            found = [member async for member in self._redis.sscan_iter(key, count=_SCAN_COUNT)]
+            changes.append(Change(bit, True, b"".join(dict.fromkeys(found))))
+        return Delta(life, None, sequence, tuple(changes))
 
 
 async def _run(script: Any, keys: list[str], arguments: Sequence[str | bytes]) -> Any:
@@ -150,12 +201,28 @@ async def _run(script: Any, keys: list[str], arguments: Sequence[str | bytes]) -
         raise StoreAway(str(error)) from error
 
 
-def _key(life: Life) -> str:
-    return _key_prefix(life.worker_id) + _digits(life.epoch)
+def _place(url: str) -> str:
+    """Where Redis is expected, without a password."""
+    return urlsplit(url).netloc.rpartition("@")[2] or "the given URL"
+
+
+def _keys(life: Life) -> list[str]:
+    names = ["sequence", *_TIERS.values()]
+    prefix = _key_prefix(life.worker_id) + _digits(life.epoch)
+    return [_EPOCHS, *(f"{prefix}:{name}" for name in names)]
+
+
+def _head(life: Life) -> list[str | bytes]:
+    prefix = _key_prefix(life.worker_id)
+    return [life.worker_id, _digits(life.epoch), prefix, str(_KEEP_S)]
 
 
 def _key_prefix(worker_id: str) -> str:
-    return f"farspan:kv:v1:life:{worker_id}:"
+    return f"farspan:kv:v2:life:{worker_id}:"
+
+
+def _split(packed: bytes) -> Iterable[bytes]:
+    return (packed[at : at + HASH_BYTES] for at in range(0, len(packed), HASH_BYTES))
 
 
 def _digits(number: int) -> str:

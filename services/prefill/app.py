@@ -105,7 +105,7 @@ class Prefill:
 
     def _measure(self, heartbeat: pb.Heartbeat) -> None:
         heartbeat.load.CopyFrom(self.worker.load())
-        heartbeat.event_sequence = self._journal.sequence
+        self._journal.describe(heartbeat)
 
 
 @asynccontextmanager

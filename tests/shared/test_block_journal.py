@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.kv_index.events import snapshot_blocks
+from services.kv_index.events import Life, blocks, snapshot_changes
 from services.kv_index.index import Index
 from shared import farspan_pb2 as pb
 from shared.block_hash import BlockHash
@@ -87,8 +87,36 @@ def test_any_replay_brings_an_index_up_to_date(
         return
     reply = journal.replay(ask(late.sequences.get(life, 0) + 1))
     if reply.HasField("snapshot"):
-        late.restore(life, reply.snapshot.sequence, snapshot_blocks(reply.snapshot))
+        late.restore(life, reply.snapshot.sequence, snapshot_changes(reply.snapshot))
     for batch in reply.batches:
         late.apply(batch)
 
-    assert late.whole(life) == complete.whole(life)
+    late_whole, whole = late.whole(life), complete.whole(life)
+    assert late_whole is not None and whole is not None
+    assert late_whole.sequence == whole.sequence
+    assert blocks(late_whole.changes) == blocks(whole.changes)
+
+
+@given(STEPS)
+@settings(deadline=None)
+def test_the_digest_is_that_of_the_blocks_held_at_the_last_commit(
+    steps: list[tuple[str, pb.Tier, list[BlockHash]]],
+) -> None:
+    """An index at the same sequence computes it from its own table, and must get the same."""
+    journal, index = BlockJournal(WORKER), Index()
+    life = Life(WORKER.worker_id, WORKER.epoch)
+    for kind, tier, hashes in [*steps, ("commit", pb.TIER_HOST, [])]:
+        if kind == "stored":
+            journal.stored(tier, hashes)
+        elif kind == "removed":
+            journal.removed(tier, hashes)
+        elif kind == "cleared":
+            journal.cleared()
+        elif (batch := journal.commit()) is not None:
+            index.apply(batch)
+        heartbeat = pb.Heartbeat()
+        journal.describe(heartbeat)
+        assert len(heartbeat.block_digest) == 32
+        index.heartbeat(life, heartbeat.event_sequence, heartbeat.block_digest)
+
+        assert not index.is_drifted(life)

@@ -5,15 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.kv_index.events import (
-    DEVICE_BIT,
-    HOST_BIT,
-    Life,
-    life_of,
-    parse_hashes,
-    snapshot_blocks,
-)
-from services.kv_index.index import Delta, Hit, Index
+from services.kv_index.events import DEVICE_BIT, Change, Life, blocks, snapshot_changes
+from services.kv_index.holdings import Delta
+from services.kv_index.index import Hit, Index
 from shared import farspan_pb2 as pb
 from shared.block_hash import BlockHash, pack
 from shared.errors import BadRequest
@@ -28,7 +22,9 @@ def batch(sequence: int, *events: pb.BlockEvent, life: Life = LIFE) -> pb.BlockE
 
 
 def stored(hashes: Sequence[BlockHash], tier: pb.Tier = pb.TIER_DEVICE) -> pb.BlockEvent:
-    return pb.BlockEvent(stored=pb.BlocksStored(tier=tier, block_hashes=pack(hashes)))
+    packed, num_tokens = pack(hashes), 64 * len(hashes)
+    event = pb.BlocksStored(tier=tier, block_hashes=packed, num_tokens=num_tokens)
+    return pb.BlockEvent(stored=event)
 
 
 def removed(hashes: Sequence[BlockHash], tier: pb.Tier = pb.TIER_DEVICE) -> pb.BlockEvent:
@@ -46,7 +42,7 @@ def test_the_longest_prefix_is_found_for_every_worker_that_has_a_part_of_it() ->
     index.apply(batch(1, stored(CHAIN[:3]), life=other))
     index.apply(batch(1, stored(CHAIN[:90])))
 
-    hits = index.longest_prefix(CHAIN)
+    hits = index.longest_prefix(pack(CHAIN))
 
     assert hits == [Hit(LIFE, 90, pb.TIER_DEVICE), Hit(other, 3, pb.TIER_DEVICE)]
 
@@ -56,8 +52,8 @@ def test_a_prompt_nobody_knows_has_no_hits() -> None:
     index = Index()
     index.apply(batch(1, stored(CHAIN[:3])))
 
-    assert index.longest_prefix([]) == []
-    assert index.longest_prefix([CHAIN[50], *CHAIN[:3]]) == []
+    assert index.longest_prefix(b"") == []
+    assert index.longest_prefix(pack([CHAIN[50], *CHAIN[:3]])) == []
 
 
 def test_a_new_epoch_drops_all_hits_of_the_old_one() -> None:
@@ -67,9 +63,9 @@ def test_a_new_epoch_drops_all_hits_of_the_old_one() -> None:
 
     index.heartbeat(Life("w0", 101), 0)
 
-    assert index.longest_prefix(CHAIN) == []
+    assert index.longest_prefix(pack(CHAIN)) == []
     assert index.apply(batch(2, stored(CHAIN))) is None, "the old life speaks no more"
-    assert index.longest_prefix(CHAIN) == []
+    assert index.longest_prefix(pack(CHAIN)) == []
 
 
 def test_all_cleared_drops_everything_before_it_and_nothing_after() -> None:
@@ -79,10 +75,10 @@ def test_all_cleared_drops_everything_before_it_and_nothing_after() -> None:
 
     delta = index.apply(batch(2, stored(CHAIN[5:9]), cleared(), stored(CHAIN[:2])))
 
-    assert index.longest_prefix(CHAIN) == [Hit(LIFE, 2, pb.TIER_DEVICE)]
+    assert index.longest_prefix(pack(CHAIN)) == [Hit(LIFE, 2, pb.TIER_DEVICE)]
     assert delta is not None
     assert delta.previous is None, "the durable copy must drop the rest too"
-    assert set(delta.blocks) == set(CHAIN[:2])
+    assert blocks(delta.changes) == dict.fromkeys(CHAIN[:2], DEVICE_BIT)
 
 
 def test_a_block_in_two_tiers_stays_until_it_has_left_both() -> None:
@@ -91,11 +87,11 @@ def test_a_block_in_two_tiers_stays_until_it_has_left_both() -> None:
     index.apply(batch(1, stored(CHAIN[:4]), stored(CHAIN[:4], pb.TIER_HOST)))
 
     index.apply(batch(2, removed(CHAIN[2:4])))
-    assert index.longest_prefix(CHAIN) == [Hit(LIFE, 4, pb.TIER_HOST)]
-    assert index.longest_prefix(CHAIN[:2]) == [Hit(LIFE, 2, pb.TIER_DEVICE)]
+    assert index.longest_prefix(pack(CHAIN)) == [Hit(LIFE, 4, pb.TIER_HOST)]
+    assert index.longest_prefix(pack(CHAIN[:2])) == [Hit(LIFE, 2, pb.TIER_DEVICE)]
 
     index.apply(batch(3, removed(CHAIN[3:4], pb.TIER_HOST)))
-    assert index.longest_prefix(CHAIN) == [Hit(LIFE, 3, pb.TIER_HOST)]
+    assert index.longest_prefix(pack(CHAIN)) == [Hit(LIFE, 3, pb.TIER_HOST)]
 
 
 def test_a_repeated_batch_changes_nothing() -> None:
@@ -105,7 +101,7 @@ def test_a_repeated_batch_changes_nothing() -> None:
     for message in (first, second, first, second, first):
         index.apply(message)
 
-    assert index.longest_prefix(CHAIN) == [Hit(LIFE, 4, pb.TIER_DEVICE)]
+    assert index.longest_prefix(pack(CHAIN)) == [Hit(LIFE, 4, pb.TIER_DEVICE)]
     assert index.num_blocks == 4
 
 
@@ -116,7 +112,7 @@ def test_a_gap_keeps_what_is_known_and_says_what_to_ask_for() -> None:
 
     assert index.apply(batch(4, stored(CHAIN[9:12]))) is None
     assert index.first_missing(LIFE) == 2
-    assert index.longest_prefix(CHAIN) == [Hit(LIFE, 9, pb.TIER_DEVICE)]
+    assert index.longest_prefix(pack(CHAIN)) == [Hit(LIFE, 9, pb.TIER_DEVICE)]
 
     for sequence in (2, 3, 4):
         index.apply(batch(sequence, stored(CHAIN[9:12])))
@@ -143,12 +139,12 @@ def test_a_snapshot_replaces_everything_unless_it_is_old() -> None:
     snapshot = pb.BlockSnapshot(
         sequence=7, device_block_hashes=pack(CHAIN[:2]), host_block_hashes=pack(CHAIN[1:5])
     )
-    assert index.restore(LIFE, 7, snapshot_blocks(snapshot)) is not None
-    assert index.longest_prefix(CHAIN) == [Hit(LIFE, 5, pb.TIER_HOST)]
-    assert index.longest_prefix(CHAIN[:2]) == [Hit(LIFE, 2, pb.TIER_DEVICE)]
+    assert index.restore(LIFE, 7, snapshot_changes(snapshot)) is not None
+    assert index.longest_prefix(pack(CHAIN)) == [Hit(LIFE, 5, pb.TIER_HOST)]
+    assert index.longest_prefix(pack(CHAIN[:2])) == [Hit(LIFE, 2, pb.TIER_DEVICE)]
 
-    assert index.restore(LIFE, 6, {}) is None
-    assert index.restore(Life("w0", 99), 50, {}) is None
+    assert index.restore(LIFE, 6, []) is None
+    assert index.restore(Life("w0", 99), 50, []) is None
     assert index.sequences == {LIFE: 7}
 
 
@@ -188,13 +184,7 @@ def test_a_worker_that_breaks_the_eviction_rule_is_not_believed_beyond_the_hole(
     index = Index()
     index.apply(batch(1, stored(CHAIN), removed(CHAIN[10:30])))
 
-    assert index.longest_prefix(CHAIN) == [Hit(LIFE, 10, pb.TIER_DEVICE)]
-
-
-def test_life_and_hashes_are_parsed_at_the_edge() -> None:
-    """Inner code has no checks to repeat."""
-    assert life_of(pb.WorkerRef(worker_id="w0", epoch=100)) == LIFE
-    assert parse_hashes(pack(CHAIN)) == CHAIN
+    assert index.longest_prefix(pack(CHAIN)) == [Hit(LIFE, 10, pb.TIER_DEVICE)]
 
 
 # A small world, so that every rule meets every other: two chains with one head, two workers.
@@ -282,7 +272,7 @@ def play(model: Model, index: Index, step: tuple[str, str, pb.Tier, int, int]) -
     elif kind == "stale" and model.epoch[worker] > 1:
         past = Life(worker, model.epoch[worker] - 1)
         index.apply(batch(1, stored(CHAINS[chain], tier), life=past))
-        index.restore(past, 99, dict.fromkeys(CHAINS[chain], DEVICE_BIT | HOST_BIT))
+        index.restore(past, 99, [Change(DEVICE_BIT, True, pack(CHAINS[chain]))])
 
 
 def heal(model: Model, index: Index) -> None:
@@ -306,7 +296,7 @@ def test_the_index_equals_sets_of_hashes(steps: list[tuple[str, str, pb.Tier, in
     heal(model, index)
 
     for chain in CHAINS:
-        found = {hit.life: (hit.num_blocks, hit.tier) for hit in index.longest_prefix(chain)}
+        found = {hit.life: (hit.num_blocks, hit.tier) for hit in index.longest_prefix(pack(chain))}
         expected = {model.life(worker): model.prefix(worker, chain) for worker in model.epoch}
         assert found == {life: hit for life, hit in expected.items() if hit is not None}
 
@@ -316,15 +306,13 @@ class CopiedIndex(Index):
 
     def __init__(self) -> None:
         super().__init__()
-        self.copy: dict[Life, dict[BlockHash, int]] = {}
+        self.copy: dict[Life, list[Change]] = {}
 
     def apply(self, batch: pb.BlockEvents) -> Delta | None:
         delta = super().apply(batch)
         if delta is not None:
-            blocks = self.copy.setdefault(delta.life, {})
-            if delta.previous is None:
-                blocks.clear()
-            blocks.update(delta.blocks)
+            before = [] if delta.previous is None else self.copy.get(delta.life, [])
+            self.copy[delta.life] = [*before, *delta.changes]
         return delta
 
 
@@ -343,5 +331,5 @@ def test_following_the_deltas_gives_the_same_blocks(
     for life in index.sequences:
         whole = index.whole(life)
         assert whole is not None
-        held = {block_hash: bits for block_hash, bits in index.copy.get(life, {}).items() if bits}
-        assert held == whole.blocks
+        copied = blocks(index.copy.get(life, []))
+        assert {key: bits for key, bits in copied.items() if bits} == blocks(whole.changes)

@@ -1,0 +1,84 @@
+"""What one life of a worker holds: its seat in the table, its place in its events, its digest.
+
+Knows the table; knows no other life, no Redis, NATS or clock.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from services.kv_index.events import DEVICE_BIT, HOST_BIT, TIER_BITS, Change, Life
+from services.kv_index.table import Table
+from shared.block_hash import HASH_BYTES
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step changed at a life: the unit in which the durable copy follows."""
+
+    life: Life
+    previous: int | None  # the sequence it builds on; None: `changes` lead here from nothing
+    sequence: int
+    changes: tuple[Change, ...]
+
+
+@dataclass
+class Holdings:
+    """One life's blocks, and how far its events have been followed."""
+
+    life: Life
+    seat: int
+    sequence: int = 0  # the last batch applied
+    announced: int = 0  # batches up to here exist, so what is missing of them is lost
+    claimed: int = 0  # what the last heartbeat said
+    claimed_digest: bytes = b""  # of what the worker holds at `claimed`; empty: it does not tell
+    num_cut: int = 0  # blocks left out because the table was full
+    is_drifted: bool = False  # the worker says it holds something else
+    is_healing: bool = False  # replaced because of that, and not compared since
+    is_doubted: bool = False  # its digest disagrees with its own snapshot: it is not asked again
+    num_blocks: dict[int, int] = field(default_factory=lambda: dict.fromkeys(TIER_BITS, 0))
+    digests: dict[int, int] = field(default_factory=lambda: dict.fromkeys(TIER_BITS, 0))
+
+    def move(self, seat: int) -> None:
+        """Hold nothing any more: nobody asks for the old seat's bits."""
+        self.seat, self.num_cut, self.is_drifted = seat, 0, False
+        self.num_blocks = dict.fromkeys(TIER_BITS, 0)
+        self.digests = dict.fromkeys(TIER_BITS, 0)
+
+    def play(self, table: Table, changes: Iterable[Change]) -> list[Change]:
+        """Apply changes; returned as far as there was room for them."""
+        return [self._play(table, change) for change in changes]
+
+    def whole(self, table: Table) -> Delta:
+        """All there is, as one delta."""
+        changes = (Change(bit, True, table.held(self.seat, bit)) for bit in TIER_BITS)
+        return Delta(self.life, None, self.sequence, tuple(changes))
+
+    def compare(self) -> None:
+        """Learn from the worker's digest, if it tells one for this place in its events."""
+        if self.sequence != self.claimed or not self.claimed_digest or self.num_cut:
+            return
+        agrees = self.claimed_digest == self._digest
+        self.is_doubted |= self.is_healing and not agrees
+        self.is_drifted = not agrees and not self.is_doubted
+        self.is_healing = False
+
+    @property
+    def _digest(self) -> bytes:
+        device, host = self.digests[DEVICE_BIT], self.digests[HOST_BIT]
+        return (device | host << 8 * HASH_BYTES).to_bytes(2 * HASH_BYTES, "little")
+
+    def _play(self, table: Table, change: Change) -> Change:
+        bit, is_stored, packed = change
+        if is_stored:
+            room = table.num_left * HASH_BYTES
+            if len(packed) > room:
+                # The newest are left out: they are tails, and tails without heads are never found.
+                self.num_cut += (len(packed) - room) // HASH_BYTES
+                packed = packed[:room]
+            num_blocks, digest = table.add(self.seat, bit, packed)
+            self.num_blocks[bit] += num_blocks
+        else:
+            num_blocks, digest = table.discard(self.seat, bit, packed)
+            self.num_blocks[bit] -= num_blocks
+        self.digests[bit] ^= digest
+        return change._replace(packed=packed)

@@ -1,0 +1,256 @@
+"""The hot structure: which seats hold which block, in columns of numpy arrays. See ADR-0007.
+
+A hash table over 16-byte hashes, laid out like Python's dict: dense entries in order of arrival,
+and a sparse array of entry numbers. Every seat has two bits of an entry's mask: device and host.
+Knows bits and packed hashes; knows no workers, lives or sequences.
+"""
+
+import secrets
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+U64 = npt.NDArray[np.uint64]
+I64 = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+Flags = npt.NDArray[np.bool_]
+
+SEATS_PER_PLANE = 32  # two bits each
+_MIN_BITS = 10
+_AT_ONCE = 8192  # entries moved at once: more would leave the cache
+
+
+class Columns(NamedTuple):
+    """What a scalar search reads: plain integers, no array in between."""
+
+    shift: int  # a key's home is its first word times `factor`, modulo 2**64, shifted by this
+    last: int  # the last place of `entries`
+    factor: int
+    entries: memoryview  # 0: nothing was ever here
+    low: memoryview  # a key's first word: enough to tell blocks apart where a hint is wanted
+    planes: list[memoryview]  # of masks
+
+
+class Changed(NamedTuple):
+    """Blocks whose bit was turned by one call: how many, and all of them XORed."""
+
+    num_blocks: int
+    digest: int
+
+
+class Table:
+    """Who holds which block; at most `max_blocks` of them.
+
+    A place of the sparse array stays taken until the next rehash, so that searches that passed over
+    it find their way. It may name an entry that has been freed, or given to another block since:
+    then the keys differ and the search goes on.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        # Secret, so that nobody can choose prompts whose blocks all share one home.
+        self._factor = np.uint64(secrets.randbits(64) | 1)
+        self._nobody = np.uint64(secrets.randbits(64))  # the first word of an entry that is free
+        # Reserved at once, but the system gives memory only to pages that are written.
+        self._low, self._high = (np.zeros(max_blocks + 1, np.uint64) for _ in range(2))
+        self._planes = [np.zeros(max_blocks + 1, np.uint64)]
+        self._free: list[I64] = []  # entries that nobody holds any more
+        self._num_free = 0
+        self._num_used = 1  # entries ever used; number 0 means none
+        self._make_room(_MIN_BITS)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that somebody holds, or held until his seat is vacated."""
+        return self._num_used - 1 - self._num_free
+
+    @property
+    def num_left(self) -> int:
+        """Further blocks there is room for."""
+        return len(self._low) - 1 - self.num_blocks
+
+    @property
+    def num_seats(self) -> int:
+        """Seats there are."""
+        return len(self._planes) * SEATS_PER_PLANE
+
+    @property
+    def columns(self) -> Columns:
+        """For searches; valid until the next change of the table."""
+        return self._columns
+
+    def add(self, seat: int, tier_bit: int, packed: bytes) -> Changed:
+        """Set a seat's bit for these blocks. There must be room for all of them."""
+        low, high = _words(packed)
+        self._rehash_for(len(low))
+        plane, bit = self._place(seat, tier_bit)
+        at, entries, is_there = self._find(low, high)
+        known = entries[is_there]
+        masks = plane[known]
+        fresh = _distinct(known[(masks & bit) == 0])
+        plane[known] = masks | bit
+        if len(known) < len(low):
+            new = np.flatnonzero(~is_there)
+            fresh = np.concatenate((fresh, self._insert(at[new], low[new], high[new], plane, bit)))
+        return self._changed(fresh)
+
+    def discard(self, seat: int, tier_bit: int, packed: bytes) -> Changed:
+        """Clear a seat's bit for these blocks."""
+        plane, bit = self._place(seat, tier_bit)
+        _, entries, is_there = self._find(*_words(packed))
+        entries = entries[is_there]
+        had = _distinct(entries[(plane[entries] & bit) != 0])
+        plane[had] &= ~bit
+        changed = self._changed(had)
+        self._give_back(had[~self._is_held(had)])
+        return changed
+
+    def held(self, seat: int, tier_bit: int) -> bytes:
+        """All blocks that have a seat's bit, packed, in order of arrival as far as is known."""
+        plane, bit = self._place(seat, tier_bit)
+        entries = np.flatnonzero(plane[: self._num_used] & bit)
+        return np.stack((self._low[entries], self._high[entries]), 1).astype("<u8").tobytes()
+
+    def vacate(self, seats: list[int]) -> None:
+        """Clear both bits of these seats everywhere."""
+        used = slice(1, self._num_used)
+        was_held = self._is_held(used)
+        for seat in seats:
+            plane, bits = self._place(seat, 3)
+            plane[used] &= ~bits
+        self._give_back(np.flatnonzero(was_held & ~self._is_held(used)) + 1)
+
+    def add_plane(self) -> None:
+        """Room for further seats."""
+        self._planes.append(np.zeros(len(self._low), np.uint64))
+        self._expose()
+
+    def _place(self, seat: int, tier_bit: int) -> tuple[U64, np.uint64]:
+        number, place = divmod(seat, SEATS_PER_PLANE)
+        return self._planes[number], np.uint64(tier_bit << 2 * place)
+
+    def _make_room(self, bits: int) -> None:
+        self._shift, self._last = np.uint64(64 - bits), np.int64((1 << bits) - 1)
+        self._entries: U32 = np.zeros(1 << bits, np.uint32)
+        self._num_taken = 0
+        self._expose()
+
+    def _expose(self) -> None:
+        self._columns = Columns(
+            int(self._shift),
+            int(self._last),
+            int(self._factor),
+            self._entries.data,
+            self._low.data,
+            [plane.data for plane in self._planes],
+        )
+
+    def _rehash_for(self, num_new: int) -> None:
+        """At most a quarter of the places may be taken: each step of a search costs a round."""
+        if 4 * (self._num_taken + num_new) <= len(self._entries):
+            return
+        used = np.flatnonzero(self._is_held(slice(0, self._num_used)))
+        self._make_room(max(_MIN_BITS, (8 * (len(used) + num_new) - 1).bit_length()))
+        for begin in range(0, len(used), _AT_ONCE):
+            self._settle(used[begin : begin + _AT_ONCE])
+
+    def _settle(self, entries: I64) -> None:
+        """Give a place to entries whose keys are different and have none."""
+        at = self._home(self._low[entries])
+        step = 0
+        while entries.size:
+            at = (at + step) & self._last
+            is_free = self._entries[at] == 0
+            self._entries[at[is_free]] = entries[is_free]
+            is_settled = self._entries[at] == entries
+            self._num_taken += int(is_settled.sum())
+            at, entries = at[~is_settled], entries[~is_settled]
+            step += 1
+
+    def _home(self, low: U64) -> I64:
+        return ((low * self._factor) >> self._shift).view(np.int64)
+
+    def _find(self, low: U64, high: U64) -> tuple[I64, U32, Flags]:
+        """For every key the place and the entry at which its search ended, and if it is there."""
+        at = self._home(low)
+        entries = self._entries[at]
+        is_there = np.zeros(at.size, np.bool_)
+        todo = np.flatnonzero(entries)
+        step = 1
+        while todo.size:
+            found = entries[todo]
+            is_same = (self._low[found] == low[todo]) & (self._high[found] == high[todo])
+            is_there[todo] = is_same
+            todo = todo[~is_same]
+            further = (at[todo] + step) & self._last
+            at[todo] = further
+            entries[todo] = further_entries = self._entries[further]
+            todo = todo[further_entries != 0]
+            step += 1  # 1, 3, 6, 10... from home: such steps meet every place of a power of two
+        return at, entries, is_there
+
+    def _is_held(self, entries: U32 | I64 | slice) -> Flags:
+        is_held: Flags = self._planes[0][entries] != 0
+        for plane in self._planes[1:]:
+            is_held |= plane[entries] != 0
+        return is_held
+
+    def _insert(self, at: I64, low: U64, high: U64, plane: U64, bit: np.uint64) -> I64:
+        """New entries with one bit, at the free places where the searches for them ended."""
+        inserted: list[I64] = []
+        while at.size:
+            entries = self._take(at.size)
+            self._entries[at] = entries
+            # Two keys may have found one free place: who was written last has it.
+            is_first = self._entries[at] == entries
+            self._give_back(entries[~is_first])
+            entries, won = entries[is_first], np.flatnonzero(is_first)
+            self._low[entries], self._high[entries] = low[won], high[won]
+            plane[entries] = bit
+            self._num_taken += entries.size
+            inserted.append(entries)
+            left = np.flatnonzero(~is_first)
+            at, low, high = at[left], low[left], high[left]
+            if at.size:  # a key named twice is there by now
+                at, _, is_there = self._find(low, high)
+                at, low, high = at[~is_there], low[~is_there], high[~is_there]
+        return inserted[0] if len(inserted) == 1 else np.concatenate(inserted)
+
+    def _take(self, count: int) -> I64:
+        """Free entries, in a row as far as possible: searches then walk memory in order."""
+        parts = []
+        while count and self._free:
+            part = self._free.pop()
+            if part.size > count:
+                self._free.append(part[count:])
+            parts.append(part[:count])
+            self._num_free -= parts[-1].size
+            count -= parts[-1].size
+        if count:
+            parts.append(np.arange(self._num_used, self._num_used + count))
+            self._num_used += count
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _give_back(self, entries: I64) -> None:
+        if entries.size:
+            self._low[entries] = self._nobody
+            self._free.append(entries.astype(np.int64))
+            self._num_free += entries.size
+
+    def _changed(self, entries: I64) -> Changed:
+        low = np.bitwise_xor.reduce(self._low[entries])
+        high = np.bitwise_xor.reduce(self._high[entries])
+        return Changed(entries.size, int(low) | int(high) << 64)
+
+
+def _words(packed: bytes) -> tuple[U64, U64]:
+    """The first and the second word of every hash."""
+    words = np.frombuffer(packed, "<u8").reshape(-1, 2)
+    return np.ascontiguousarray(words[:, 0]), np.ascontiguousarray(words[:, 1])
+
+
+def _distinct(entries: U32) -> I64:
+    """These entries, each once; most calls name none twice."""
+    ordered = np.sort(entries).astype(np.int64)
+    is_new = ordered[1:] != ordered[:-1]
+    return ordered if is_new.all() else np.concatenate((ordered[:1], ordered[1:][is_new]))
