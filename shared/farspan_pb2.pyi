@@ -660,10 +660,12 @@ class DecisionRecord(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., decided_unix_ms: _Optional[int] = ..., inputs: _Optional[_Union[DecisionInputs, _Mapping]] = ..., outcome: _Optional[_Union[DecisionOutcome, _Mapping]] = ...) -> None: ...
 
 class DecisionQuery(_message.Message):
-    __slots__ = ("id",)
+    __slots__ = ("id", "reply_to")
     ID_FIELD_NUMBER: _ClassVar[int]
+    REPLY_TO_FIELD_NUMBER: _ClassVar[int]
     id: str
-    def __init__(self, id: _Optional[str] = ...) -> None: ...
+    reply_to: str
+    def __init__(self, id: _Optional[str] = ..., reply_to: _Optional[str] = ...) -> None: ...
 
 class DecisionReply(_message.Message):
     __slots__ = ("records",)

@@ -44,8 +44,9 @@ class RequestSubject(Generic[MessageT, ReplyT]):
 PLACE = RequestSubject("farspan.v1.router.place", pb.PlaceRequest, pb.PlaceReply)
 # gateway -> every router
 PLACEMENT_ENDED = Subject("farspan.v1.router.ended", pb.PlacementEnded)
-# gateway -> every router, each of which answers
-DECISION = RequestSubject("farspan.v1.router.decision", pb.DecisionQuery, pb.DecisionReply)
+# gateway -> every router; those that remember the request reply
+DECISION_QUERY = Subject("farspan.v1.router.decision", pb.DecisionQuery)
+DECISION_REPLY = Subject("farspan.v1.gateway.{gateway}.decision", pb.DecisionReply)
 
 # gateway -> prefill
 SUBMIT = RequestSubject("farspan.v1.prefill.{worker}.submit", pb.Submit, pb.SubmitReply)
