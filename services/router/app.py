@@ -7,14 +7,18 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 
-from services.router import policy
+from services.router import records
 from services.router.config import RouterConfig
 from services.router.fleet import Fleet
-from services.router.policy import Decision
+from services.router.journal import Journal
+from services.router.ledger import Ledger
+from services.router.policy import Decision, Judgement
 from services.router.promises import Promises
+from services.router.records import Inputs
+from services.router.reservations import Reservations
 from services.router.view import Hit, WorkerKey, key_of
 from shared import bus, lifecycle, prefix_rpc, subjects, tasks, telemetry
 from shared import farspan_pb2 as pb
@@ -33,12 +37,16 @@ _WATCH_S = 0.25
 class Router:
     """The handlers around one fleet. Used on one event loop."""
 
-    def __init__(self, config: RouterConfig, bus: Bus, index: PrefixClient) -> None:
+    def __init__(
+        self, config: RouterConfig, bus: Bus, index: PrefixClient, ledger: Ledger | None
+    ) -> None:
         self._config = config
         self._bus = bus
         self._index = index
         self._fleet = Fleet(time.monotonic, config.silence_s)
         self._promises = Promises(time.monotonic)
+        self._reservations = Reservations(self._promises, ledger)
+        self._journal = Journal(config.id, config.decisions_kept, config.decisions_file)
         self._is_index_away = False
         self._is_learning = True
         self._counts: Counter[str] = Counter()
@@ -49,7 +57,12 @@ class Router:
             return False, "NATS is away"
         if self._is_learning:
             return False, "hearing which workers there are"
-        return True, "kv_index is away, placing by load alone" if self._is_index_away else "ready"
+        missing = []
+        if self._is_index_away:
+            missing.append("kv_index is away, placing by load alone")
+        if away_reason := self._reservations.away_reason:
+            missing.append(f"Redis is away, promises are not shared: {away_reason}")
+        return True, "; ".join(missing) or "ready"
 
     def details(self) -> dict[str, int]:
         """The counters that NATS's statistics show."""
@@ -57,6 +70,9 @@ class Router:
             "placed": self._counts["placed"],
             "refused": self._counts["refused"],
             "placed_without_index": self._counts["placed_without_index"],
+            "placed_unshared": self._reservations.num_unshared,
+            "decided_again": self._reservations.num_conflicts,
+            "decisions_unwritten": self._journal.num_unwritten,
             "open_promises": len(self._promises),
             "workers": len(self._fleet.live()),
         }
@@ -72,7 +88,25 @@ class Router:
 
     async def on_ended(self, ended: pb.PlacementEnded) -> None:
         """Take back what was promised to a request."""
-        self._promises.end(ended.request_id)
+        self._reservations.end(ended.request_id)
+
+    async def on_decision_query(self, query: pb.DecisionQuery) -> None:
+        """Tell what is remembered of a request, if anything."""
+        found = self._journal.find(query.id)
+        if found:
+            reply = pb.DecisionReply(records=found)
+            await self._bus.publish(subjects.DECISION_REPLY, reply, gateway=query.reply_to)
+
+    @asynccontextmanager
+    async def sharing(self) -> AsyncIterator[None]:
+        """Inside the block promises are shared and decisions are written."""
+        await self._reservations.open()
+        try:
+            async with tasks.background(self._reservations.run(), self._journal.write()):
+                yield
+        finally:
+            await self._reservations.close()
+            await self._journal.flush()
 
     async def watch_bus(self) -> None:
         """For ever note when we could not hear the fleet, so that nobody is taken for dead."""
@@ -91,12 +125,11 @@ class Router:
             try:
                 lifetime_s = _check(request)
                 hits = await self._lookup(request.block_hashes)
-                decision = self._decide(request, hits)
+                decision = await self._reserve(request, hits, lifetime_s)
             except FarspanError as error:
                 self._counts["refused"] += 1
                 span.set(reason=str(error), refusal=pb.FailureKind.Name(error.kind))
                 return pb.PlaceReply(failure=error.as_failure())
-            self._promises.make(request, decision, lifetime_s)
             self._counts["placed"] += 1
             placement = decision.placement
             span.set(
@@ -108,13 +141,48 @@ class Router:
             )
             return pb.PlaceReply(placement=placement)
 
-    def _decide(self, request: pb.PlaceRequest, hits: dict[WorkerKey, Hit]) -> Decision:
-        """Never awaits: between a decision and its promise no other decision may come."""
-        for key, hit in self._promises.prefixes_on_the_way(request.block_hashes).items():
-            if key not in hits or hits[key].num_blocks < hit.num_blocks:
-                hits[key] = hit
-        workers = self._promises.applied(self._fleet.live())
-        return policy.place(request, workers, hits, self._config.rates)
+    async def _reserve(
+        self, request: pb.PlaceRequest, hits: dict[WorkerKey, Hit], lifetime_s: float
+    ) -> Decision:
+        """Decide, perhaps more than once; the last time stands in the journal."""
+        bare, digest = records.without_hashes(request)
+        latest: tuple[Inputs, Judgement] | None = None
+
+        def decide() -> Decision:
+            """Never awaits: between a decision and its promise no other decision may come."""
+            nonlocal latest
+            seen = Inputs(
+                bare,
+                digest,
+                self._promises.applied(self._fleet.live()),
+                self._with_hits_on_the_way(request.block_hashes, hits),
+                self._config.rates,
+                lifetime_s,
+            )
+            latest = seen, records.judge(seen)
+            return latest[1].placed()
+
+        try:
+            decision = await self._reservations.reserve(request, lifetime_s, decide)
+        except FarspanError:
+            if latest is not None and latest[1].refusal is not None:
+                self._note(*latest)
+            raise
+        assert latest is not None, "reserved without a decision"
+        self._note(*latest)
+        return decision
+
+    def _note(self, seen: Inputs, judgement: Judgement) -> None:
+        self._journal.add(int(time.time() * 1000), seen, judgement)
+
+    def _with_hits_on_the_way(
+        self, block_hashes: bytes, hits: Mapping[WorkerKey, Hit]
+    ) -> dict[WorkerKey, Hit]:
+        longest = dict(hits)
+        for key, hit in self._promises.prefixes_on_the_way(block_hashes).items():
+            if key not in longest or longest[key].num_blocks < hit.num_blocks:
+                longest[key] = hit
+        return longest
 
     async def _lookup(self, block_hashes: bytes) -> dict[WorkerKey, Hit]:
         if not block_hashes:
@@ -167,15 +235,29 @@ async def serve(config: RouterConfig) -> AsyncIterator[Router]:
     async with (
         bus.connect(config.nats_url, "router") as link,
         prefix_rpc.connect(config.kv_index_address) as index,
+        _ledger(config) as ledger,
     ):
-        router = Router(config, link, index)
+        router = Router(config, link, index, ledger)
         service = NatsService("router", _CONTRACT_VERSION, "Chooses workers.", router.details)
         async with (
+            router.sharing(),
             tasks.background(router.watch_bus()),
             lifecycle.health(config.health_host, config.health_port, router.state),
             link.listen(subjects.HEARTBEAT, router.on_heartbeat),
             link.listen(subjects.PLACEMENT_ENDED, router.on_ended),
+            link.listen(subjects.DECISION_QUERY, router.on_decision_query),
         ):
             await router.learn_fleet()
             async with service.answering(link, subjects.PLACE, router.place):
                 yield router
+
+
+@asynccontextmanager
+async def _ledger(config: RouterConfig) -> AsyncIterator[Ledger | None]:
+    """Where promises are shared; None if this router is the only one."""
+    if not config.redis_url:
+        yield None
+        return
+    ledger = Ledger(config.redis_url, config.redis_ca_file, config.redis_timeout_s)
+    async with aclosing(ledger):
+        yield ledger

@@ -1,9 +1,15 @@
 """The settings of the router."""
 
-from dataclasses import dataclass
+import re
+import uuid
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.router.view import Rates
+
+
+def _fresh_id() -> str:
+    return f"router-{uuid.uuid4().hex[:12]}"
 
 
 @dataclass(frozen=True)
@@ -12,6 +18,14 @@ class RouterConfig:
 
     nats_url: str
     kv_index_address: str  # host:port of the prefix queries
+    # Where the routers of a fleet share their promises: redis://[[user]:password@]host:port/db, or
+    # rediss:// for TLS; empty = this router is the only one.
+    redis_url: str = ""
+    redis_ca_file: Path | None = None  # whom rediss:// trusts; without it, those the system trusts
+    redis_timeout_s: float = 0.25  # of one step; an outage holds requests up once for this long
+    id: str = field(default_factory=_fresh_id)  # stands in this router's decisions
+    decisions_kept: int = 2000  # the latest, to be asked for by id: some 20 KB each at 16 workers
+    decisions_file: Path | None = None  # every decision as a line of JSON; it grows without bound
     health_host: str = "127.0.0.1"
     health_port: int = 0
     trace_file: Path | None = None
@@ -22,6 +36,15 @@ class RouterConfig:
     learn_s: float = 0.6  # a heartbeat and a little: before that the fleet is not known
     max_waiting: int = Rates.max_waiting
     link_bytes_per_s: float = Rates.link_bytes_per_s
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", self.id):
+            raise ValueError(f"id {self.id!r} is not made of [A-Za-z0-9_-]")
+        for name in ("index_timeout_s", "redis_timeout_s", "silence_s", "link_bytes_per_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive")
+        if min(self.decisions_kept, self.max_waiting, self.learn_s) < 0:
+            raise ValueError("decisions_kept, max_waiting and learn_s must not be negative")
 
     @property
     def rates(self) -> Rates:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from services.local.servers import free_port, nats_command
-from services.router import app
+from services.router import app, records
 from services.router.app import Router
 from services.router.config import RouterConfig
 from shared import bus, prefix_rpc, subjects, telemetry
@@ -72,6 +72,12 @@ async def routing(
             while router.details()["workers"] < expected:  # noqa: ASYNC110  # no event to wait for
                 await asyncio.sleep(0.005)
         yield router
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not is_so():  # noqa: ASYNC110  # no event to wait for
+            await asyncio.sleep(0.005)
 
 
 def fleet() -> list[pb.Heartbeat]:
@@ -268,6 +274,116 @@ async def test_a_placement_is_one_tree_of_spans(
         assert by_name[child]["parent_id"] == by_name[parent]["span_id"]
     assert by_name["index.lookup"]["attributes"]["hit_blocks"] == 15
     assert "hit 960 tokens" in by_name["router.place"]["attributes"]["reason"]
+
+
+async def test_two_routers_share_their_promises_and_a_burst_goes_together(
+    config: RouterConfig, link: Bus, redis_url: str
+) -> None:
+    """Through NATS and Redis, each router deciding half: at most two workers compute it (C8)."""
+    own = replace(config, redis_url=redis_url.removesuffix("/0") + "/7", redis_timeout_s=2.0)
+    beats = [heartbeat(f"p{i}", pb.ROLE_PREFILL) for i in range(6)]
+    beats += [heartbeat("d0", pb.ROLE_DECODE), heartbeat("d1", pb.ROLE_DECODE)]
+    async with (
+        index_of(own),
+        routing(own, link, beats) as first,
+        routing(own, link, beats) as other,
+    ):
+        wanted = [placing(8000) for _ in range(32)]
+        replies = await asyncio.gather(*(place(link, each) for each in wanted))
+        counts = [router.details()["placed"] for router in (first, other)]
+        for router in (first, other):
+            await until(lambda router=router: router.details()["open_promises"] == 32)  # type: ignore[misc]
+        for each in wanted:
+            ended = pb.PlacementEnded(request_id=each.request_id)
+            await link.publish(subjects.PLACEMENT_ENDED, ended)
+        for router in (first, other):
+            await until(lambda router=router: not router.details()["open_promises"])  # type: ignore[misc]
+        unshared = [router.details()["placed_unshared"] for router in (first, other)]
+
+    assert sum(counts) == 32 and min(counts) > 0
+    assert unshared == [0, 0]
+    assert len({reply.placement.prefill.worker_id for reply in replies}) <= 2
+    decodes = [reply.placement.decode.worker_id for reply in replies]
+    assert decodes.count("d0") == decodes.count("d1") == 16
+
+
+async def test_a_router_without_its_redis_places_and_says_so(
+    config: RouterConfig, link: Bus
+) -> None:
+    """Also when it starts: without a router there would be no placements at all."""
+    own = replace(config, redis_url=f"redis://:secret@127.0.0.1:{free_port()}/0")
+    async with index_of(own), routing(own, link, fleet()) as router:
+        reply = await place(link, placing())
+        is_ready, reason = router.state()
+        counts = router.details()
+
+    assert reply.HasField("placement")
+    assert is_ready and "Redis is away" in reason and "secret" not in reason
+    assert counts["placed_unshared"] == 1
+
+
+async def test_any_router_is_asked_for_a_decision_and_the_one_that_made_it_replies(
+    config: RouterConfig, link: Bus
+) -> None:
+    """By the request's id, and by those its client sees."""
+    replies: asyncio.Queue[pb.DecisionReply] = asyncio.Queue()
+
+    async def take(reply: pb.DecisionReply) -> None:
+        replies.put_nowait(reply)
+
+    async with (
+        index_of(config, hit("p0", 15)),
+        routing(config, link, fleet()),
+        routing(config, link, fleet()),
+        link.listen(subjects.DECISION_REPLY, take, gateway="gw-1"),
+    ):
+        wanted = placing(known_as=["chatcmpl-1"])
+        placed = await place(link, wanted)
+        refused = placing(known_as=["chatcmpl-2"])
+        refused.model = "another"
+        await place(link, refused)
+        found = []
+        for name in ("nobody's", wanted.request_id, "chatcmpl-1", "chatcmpl-2"):
+            query = pb.DecisionQuery(id=name, reply_to="gw-1")
+            await link.publish(subjects.DECISION_QUERY, query)
+            if name != "nobody's":
+                found.append((await asyncio.wait_for(replies.get(), 5)).records)
+        await asyncio.sleep(0.05)
+
+    by_id, by_alias, refusal = found
+    assert replies.empty()
+    assert by_id == by_alias
+    assert by_id[0].outcome.placement == placed.placement
+    assert by_id[0].inputs.hits[0].num_blocks == 15
+    assert by_id[0].inputs.lifetime_s > 0
+    assert not records.first_difference(by_id[0].outcome, records.replay(by_id[0]))
+    assert refusal[0].outcome.failure.kind == pb.FAILURE_KIND_OVERLOADED
+
+
+async def test_a_worker_that_joins_later_is_used(config: RouterConfig, link: Bus) -> None:
+    """A router that started with an empty fleet is not stuck with it (C10, C11)."""
+    async with index_of(config), routing(config, link, []) as router:
+        before = await place(link, placing())
+        for beat in fleet():
+            await link.publish(subjects.HEARTBEAT, beat)
+        await until(lambda: router.details()["workers"] == 3)
+        after = await place(link, placing())
+
+    assert before.failure.kind == pb.FAILURE_KIND_OVERLOADED
+    assert after.HasField("placement")
+
+
+async def test_a_request_that_cannot_be_in_time_is_told_so_at_once(
+    config: RouterConfig, link: Bus
+) -> None:
+    """It would take a place in a queue for nothing."""
+    busy = load(waiting_tokens=10**6, tokens_per_s=10_000)
+    beats = [heartbeat("p0", pb.ROLE_PREFILL, load=busy), heartbeat("d0", pb.ROLE_DECODE)]
+    async with index_of(config), routing(config, link, beats):
+        reply = await place(link, placing())
+
+    assert reply.failure.kind == pb.FAILURE_KIND_DEADLINE
+    assert "takes 100.1 s" in reply.failure.message
 
 
 async def test_two_routers_share_the_requests(config: RouterConfig, link: Bus) -> None:
