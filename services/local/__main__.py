@@ -1,4 +1,4 @@
-"""The command line `farspan`: serve, status, chat."""
+"""The command line `farspan`: serve, status, chat, replay-decisions."""
 
 import argparse
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from services.local.chat import chat
 from services.local.plan import Options
+from services.local.replay import replay_decisions
 from services.local.serve import serve
 from services.local.stack import StackFailed
 from services.local.status import status
@@ -53,6 +54,10 @@ def _chat(given: argparse.Namespace) -> int:
     return chat(given.url or f"http://127.0.0.1:{given.port}/v1", given.max_tokens)
 
 
+def _replay(given: argparse.Namespace) -> int:
+    return replay_decisions(given.file)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="farspan", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -79,6 +84,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_port(command)
     command.add_argument("--url", help="an OpenAI-compatible base URL, instead of --port")
     command.add_argument("--max-tokens", type=_positive, default=1024)
+
+    command = commands.add_parser("replay-decisions", help="check that placements replay")
+    command.set_defaults(run=_replay)
+    command.add_argument("file", type=Path, help="JSON lines from a router or the gateway")
     return parser
 
 

@@ -86,7 +86,7 @@ def plan(options: Options, folder: Path, ports: Iterator[int]) -> list[Spec]:
         Spec("nats", tuple(nats_command(nats_port)), {}, nats_port, has_probe=False),
         Spec("redis", tuple(redis_command(redis_port, folder)), {}, redis_port, has_probe=False),
         service("kv_index", "kv_index", {"REDIS_URL": redis_url, "GRPC_ADDRESS": grpc_address}),
-        service("router", "router", {"KV_INDEX_ADDRESS": grpc_address}),
+        service("router", "router", {"KV_INDEX_ADDRESS": grpc_address, "REDIS_URL": redis_url}),
         *workers("prefill", options.prefill_workers, {**decode, **ranks}),
         *workers("decode", options.decode_workers, decode),
         service("gateway", "gateway", {"HOST": HOST, "PORT": options.port, **model}),
