@@ -23,7 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.attempt import Line
 from services.gateway.config import GatewayConfig
-from services.gateway.endpoint import CHAT, COMPLETION, Endpoint
+from services.gateway.decisions import PATH as DECISIONS_PATH
+from services.gateway.decisions import Decisions
+from services.gateway.endpoint import CHAT, CLIENT_ID, COMPLETION, Endpoint
 from services.gateway.exchange import Resources
 from services.gateway.failures import error_object
 from services.gateway.fleet import Fleet
@@ -103,6 +105,9 @@ def build_app(resources: Resources, readiness: Readiness) -> FastAPI:
         Route("/v1/completions", Endpoint(resources, COMPLETION), methods=["POST"]),
     ]
     _add_models(app, resources)
+    line, config = resources.line, resources.config
+    decisions = Decisions(line.bus, line.gateway_id, config.debug_token)
+    app.add_api_route(DECISIONS_PATH, decisions.__call__, methods=["GET"])
 
     async def livez() -> dict[str, str]:
         return {"status": "alive"}
@@ -164,6 +169,7 @@ class RequestIds:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})[CLIENT_ID] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

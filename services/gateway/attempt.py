@@ -44,6 +44,8 @@ class Job:
     sampling: pb.SamplingParams
     deadline_s: float  # on the line's clock
     deadline_unix_ms: int
+    priority: int = 0
+    known_as: tuple[str, ...] = ()  # the ids that the client sees
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -75,6 +77,8 @@ class Attempt:
             max_new_tokens=self._sampling().max_new_tokens,
             deadline_unix_ms=self._job.deadline_unix_ms,
             excluded=excluded,
+            priority=self._job.priority,
+            known_as=self._job.known_as,
         )
         with telemetry.span("gateway.place") as span:
             reply = await self._line.bus.request(

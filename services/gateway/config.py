@@ -25,6 +25,7 @@ class GatewayConfig:
     heartbeat_timeout_s: float = 3.0  # six missed heartbeats
     max_body_bytes: int = 32 << 20  # a million token ids as JSON are 7 MB, as text 5 MB
     drain_s: float = 30.0
+    debug_token: str = ""  # opens /debug/decisions to who bears it; empty = there is no such page
     health_port: int = 0
     trace_file: Path | None = None
     otlp_endpoint: str = ""

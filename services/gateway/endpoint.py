@@ -20,6 +20,7 @@ from shared.errors import FarspanError
 
 logger = logging.getLogger(__name__)
 
+CLIENT_ID = "client_id"  # where a connection's state holds its x-request-id
 CHAT = Dialect("chat", lambda body: parse(ChatRequest, body), ChatReplies)
 COMPLETION = Dialect(
     "text_completion", lambda body: parse(CompletionRequest, body), CompletionReplies
@@ -45,7 +46,8 @@ class Endpoint:
             "gen_ai.request.model": model,
         }
         with telemetry.attached(headers), telemetry.span(name, span_kind="server") as span:
-            exchange = Exchange(self.resources, self.dialect, response, span)
+            client_id = scope.get("state", {}).get(CLIENT_ID, "")
+            exchange = Exchange(self.resources, self.dialect, response, span, client_id)
             span.set(**attributes, **{"farspan.request_id": exchange.request_id})
             try:
                 body = await read_body(receive, self.resources.config.max_body_bytes)

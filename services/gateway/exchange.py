@@ -71,9 +71,16 @@ class Exchange:
     """The state of one POST."""
 
     def __init__(
-        self, resources: Resources, dialect: Dialect, response: Response, span: telemetry.Span
+        self,
+        resources: Resources,
+        dialect: Dialect,
+        response: Response,
+        span: telemetry.Span,
+        client_id: str,
     ) -> None:
+        """`client_id` is what the client's response calls the exchange: its x-request-id."""
         self.request_id = uuid.uuid4().hex
+        self._client_id = client_id
         self._resources = resources
         self._dialect = dialect
         self._response = response
@@ -164,6 +171,7 @@ class Exchange:
             sampling=sampling,
             deadline_s=deadline_s,
             deadline_unix_ms=int((time.time() + remaining_s) * 1000),
+            priority=request.priority or 0,
         )
 
     async def _generate(self, request: Request, answer: Answer, job: Job) -> None:
@@ -171,6 +179,7 @@ class Exchange:
         replies = self._dialect.replies(
             self._resources.config.model_name, request.wants_usage and is_stream
         )
+        job = replace(job, known_as=(replies.id, self._client_id))
         async with generation(self._resources.line, job) as live:
             if is_stream:
                 await self._response.begin_stream()

@@ -147,6 +147,7 @@ class Sampled(_Shape):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None  # higher goes first
 
     @field_validator("stop")
     @classmethod
