@@ -1,0 +1,113 @@
+"""The cells of the table: one workload on one fleet under every placer, in figures.
+
+A cell's name says what it is: `sessions_8x16` are agent sessions on 8 workers of each role with 16
+lanes a worker, `requests_8` the open-loop requests on 8.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.placement import placers
+from benchmarks.placement.placers import Placer
+from benchmarks.placement.replay import Replay, Run, Seen, Setup, oracle_hits
+from benchmarks.placement.traces import Session, Turn
+from benchmarks.placement.workload import Clocked, Lanes, Workload
+from shared.block_hash import BLOCK_TOKENS
+
+SEED = 1
+CACHE_TOKENS = 2**20  # of each prefill worker
+FLEETS = (4, 8, 16)
+# A lane's share of the cache is then 128K, 64K and 51K tokens. Below that every policy collapses:
+# the prompts in flight alone fill the caches.
+LANES_PER_WORKER = (8, 16, 20)
+PLACERS: Mapping[str, Callable[[], Placer]] = {
+    "farspan": placers.Farspan,
+    "round_robin": placers.round_robin,
+    "least_loaded": placers.least_loaded,
+    "sticky": placers.sticky,
+    "weighted": lambda: placers.weighted(SEED),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A workload on a fleet."""
+
+    name: str
+    setup: Setup
+    workload: Callable[[], Workload]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one placer made of a cell."""
+
+    reuse: float  # tokens hit / prompt tokens
+    oracle_reuse: float  # in one cache of the summed size, for the same order of arrivals
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    busiest: float  # work of the busiest prefill worker / mean work
+    moved_tokens: float  # KV tokens that a request moved from prefill to decode, on average
+
+    @property
+    def vs_oracle(self) -> float:
+        """The share of the possible reuse."""
+        return self.reuse / self.oracle_reuse
+
+
+def all_cells(sessions: Sequence[Session], requests: Sequence[Turn]) -> list[Cell]:
+    """The whole table."""
+    cells = [
+        session_cell(sessions, num_workers, lanes)
+        for num_workers in FLEETS
+        for lanes in LANES_PER_WORKER
+    ]
+    return cells + [request_cell(requests, num_workers) for num_workers in FLEETS]
+
+
+def session_cell(sessions: Sequence[Session], num_workers: int, lanes_per_worker: int) -> Cell:
+    """Lanes of agent sessions; lanes fill the caches before requests count."""
+    num_lanes = num_workers * lanes_per_worker
+    setup = Setup(
+        num_workers=num_workers,
+        cache_tokens=CACHE_TOKENS,
+        node_tokens=BLOCK_TOKENS,
+        num_requests=1000 + 8 * num_lanes,
+        num_warm_up=4 * num_lanes,
+    )
+    name = f"sessions_{num_workers}x{lanes_per_worker}"
+    return Cell(name, setup, lambda: Lanes(sessions, num_lanes, SEED))
+
+
+def request_cell(requests: Sequence[Turn], num_workers: int) -> Cell:
+    """The first half hour of single requests."""
+    setup = Setup(num_workers, CACHE_TOKENS, Clocked.node_tokens, 5000, 1000)
+    return Cell(f"requests_{num_workers}", setup, lambda: Clocked(requests))
+
+
+def outcome(cell: Cell, placer: Placer) -> Outcome:
+    """Replay it."""
+    run = Replay(cell.setup, cell.workload(), placer).to_end()
+    counted = run.counted
+    possible = oracle_hits(run, cell.setup)
+    prompt_tokens = sum(seen.request.turn.num_tokens for seen in counted)
+    return Outcome(
+        reuse=sum(seen.hit_tokens for seen in counted) / prompt_tokens,
+        oracle_reuse=sum(possible[seen.request.request_id] for seen in counted) / prompt_tokens,
+        ttft_p50_s=percentile(counted, 0.5),
+        ttft_p90_s=percentile(counted, 0.9),
+        ttft_p99_s=percentile(counted, 0.99),
+        busiest=_busiest(run),
+        moved_tokens=run.imported_tokens / len(run.seen),
+    )
+
+
+def percentile(counted: Sequence[Seen], share: float) -> float:
+    """Of the times to the first token, the nearest rank."""
+    times = sorted(seen.ttft_s for seen in counted if seen.ttft_s is not None)
+    return times[min(len(times) - 1, int(share * len(times)))]
+
+
+def _busiest(run: Run) -> float:
+    return max(run.busy_s) * len(run.busy_s) / sum(run.busy_s)
