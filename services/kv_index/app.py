@@ -93,25 +93,8 @@ class KvIndex:
 
     def longest_prefix(self, query: pb.PrefixQuery) -> pb.PrefixHits:
         """Who holds how much of a prompt. Raises BadRequest."""
-        packed = events.whole(query.block_hashes)
-        num_blocks = len(packed) // HASH_BYTES
-        with telemetry.span("kv_index.longest_prefix", num_blocks=num_blocks) as span:
-            hits = self._index.longest_prefix(packed)
-            self._num_lookups += 1
-            span.set(
-                num_workers=len(hits),
-                hit_blocks=max((hit.num_blocks for hit in hits), default=0),
-            )
-        return pb.PrefixHits(
-            hits=[
-                pb.PrefixHit(
-                    worker=pb.WorkerRef(worker_id=life.worker_id, epoch=life.epoch),
-                    tier=tier,
-                    num_blocks=num_blocks,
-                )
-                for life, num_blocks, tier in hits
-            ]
-        )
+        self._num_lookups += 1
+        return answer(self._index, query)
 
     async def sweep(self, forget_after_s: float) -> None:
         """For ever forget workers that fell silent; silence while NATS is away does not count."""
@@ -161,6 +144,26 @@ class KvIndex:
         self._watch.forget(life)
         if self._index.retire(life):
             self._mirror.retire(life)
+
+
+def answer(index: Index, query: pb.PrefixQuery) -> pb.PrefixHits:
+    """Who holds how much of a prompt. Raises BadRequest."""
+    packed = events.whole(query.block_hashes)
+    with telemetry.span("kv_index.longest_prefix", num_blocks=len(packed) // HASH_BYTES) as span:
+        found = index.longest_prefix(packed)
+        span.set(
+            num_workers=len(found),
+            hit_blocks=max((hit.num_blocks for hit in found), default=0),
+        )
+    hits = [
+        pb.PrefixHit(
+            worker=pb.WorkerRef(worker_id=life.worker_id, epoch=life.epoch),
+            tier=tier,
+            num_blocks=num_blocks,
+        )
+        for life, num_blocks, tier in found
+    ]
+    return pb.PrefixHits(hits=hits)
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ from services.kv_index.table import Table
 from shared import farspan_pb2 as pb
 from shared.block_hash import HASH_BYTES
 
+_MAX_KNOWN_SETS = 4096
 _ROOM_AGAIN = 0.1  # of the table: with less, whole workers are not asked for again
 
 
@@ -37,6 +38,7 @@ class Index:
         self._free_seats = list(reversed(range(self._table.num_seats)))
         self._left_seats: list[int] = []  # whose bits still stand in the table
         self._at_bits: dict[int, tuple[int, Life]] = {}  # seat's bit -> rank among lives, life
+        self._known_sets: dict[int, list[tuple[int, Life]]] = {}
         self._holders = Holders([])
         self.num_cut = 0
         self.num_broken_chains = 0
@@ -152,16 +154,22 @@ class Index:
         """Every worker that holds at least the first block, and how far it goes, in order."""
         steps, is_broken = search.longest(packed, self._table.columns, self._holders)
         self.num_broken_chains += is_broken
-        hits = []
-        for num_blocks, seats, device_seats in steps:
-            while seats:
-                bit = seats & -seats
-                seats ^= bit
-                rank, life = self._at_bits[bit]
-                tier = pb.TIER_DEVICE if device_seats & bit else pb.TIER_HOST
-                hits.append((rank, Hit(life, num_blocks, tier)))
-        hits.sort()
-        return [hit for _, hit in hits]
+        ranked = [
+            (rank, Hit(life, num_blocks, tier))
+            for num_blocks, seats, tier in steps
+            for rank, life in self._lives_at(seats)
+        ]
+        ranked.sort()
+        return [hit for _, hit in ranked]
+
+    def _lives_at(self, seats: int) -> list[tuple[int, Life]]:
+        """Rank and life of everyone who sits there; the same few sets are met again and again."""
+        lives = self._known_sets.get(seats)
+        if lives is None:
+            lives = sorted(at for bit, at in self._at_bits.items() if bit & seats)
+            if len(self._known_sets) < _MAX_KNOWN_SETS:
+                self._known_sets[seats] = lives
+        return lives
 
     def _play(self, holdings: Holdings, changes: Sequence[Change]) -> list[Change]:
         if sum(len(change.packed) for change in changes) > self._table.num_left * HASH_BYTES:
@@ -203,4 +211,5 @@ class Index:
             search.bit_of(holdings.seat): (rank, holdings.life)
             for rank, holdings in enumerate(by_life)
         }
+        self._known_sets = {}
         self._holders = Holders([holdings.seat for holdings in by_life])

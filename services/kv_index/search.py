@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from services.kv_index.table import Columns
+from shared import farspan_pb2 as pb
 from shared.block_hash import HASH_BYTES
 
 _NUM_PROBES = 16
@@ -23,7 +24,7 @@ class Step(NamedTuple):
 
     num_blocks: int  # held by those who leave
     seats: int  # bits of the seats whose blocks end here
-    device_seats: int  # those among them that had all of it on the device
+    tier: pb.Tier  # the slowest that any of these blocks lies in
 
 
 class Holders(dict[int, int]):
@@ -43,10 +44,12 @@ class Holders(dict[int, int]):
             self[mask] = found
         return found
 
-    def step(self, num_blocks: int, lost: int) -> Step:
-        """The step at which these bits are lost."""
+    def steps(self, num_blocks: int, lost: int) -> list[Step]:
+        """Who leaves where these bits are lost: together with the device's, or without them."""
         seats = lost & self._held_bits
-        return Step(num_blocks, seats, lost >> 1 & seats)
+        on_device = lost >> 1 & seats
+        both = (on_device, pb.TIER_DEVICE), (seats & ~on_device, pb.TIER_HOST)
+        return [Step(num_blocks, seats, tier) for seats, tier in both if seats]
 
 
 def bit_of(seat: int) -> int:
@@ -65,7 +68,7 @@ def longest(packed: bytes, columns: Columns, holders: Holders) -> tuple[list[Ste
     is_broken = not _holds(read, first, ends)
     if is_broken:
         ends = _walk(read, num_blocks, first)
-    return [step for end, lost in ends if (step := holders.step(end, lost)).seats], is_broken
+    return [step for end, lost in ends for step in holders.steps(end, lost)], is_broken
 
 
 def _reader(packed: bytes, columns: Columns, holders: Holders) -> Reader:

@@ -53,6 +53,7 @@ class Table:
         self._nobody = np.uint64(secrets.randbits(64))  # the first word of an entry that is free
         # Reserved at once, but the system gives memory only to pages that are written.
         self._low, self._high = (np.zeros(max_blocks + 1, np.uint64) for _ in range(2))
+        self._low[0] = self._nobody
         self._planes = [np.zeros(max_blocks + 1, np.uint64)]
         self._free: list[I64] = []  # entries that nobody holds any more
         self._num_free = 0
@@ -82,16 +83,18 @@ class Table:
     def add(self, seat: int, tier_bit: int, packed: bytes) -> Changed:
         """Set a seat's bit for these blocks. There must be room for all of them."""
         low, high = _words(packed)
-        self._rehash_for(len(low))
         plane, bit = self._place(seat, tier_bit)
         at, entries, is_there = self._find(low, high)
         known = entries[is_there]
-        masks = plane[known]
+        masks = plane.take(known)
         fresh = _distinct(known[(masks & bit) == 0])
         plane[known] = masks | bit
-        if len(known) < len(low):
+        if known.size < low.size:
             new = np.flatnonzero(~is_there)
-            fresh = np.concatenate((fresh, self._insert(at[new], low[new], high[new], plane, bit)))
+            low, high, at = low[new], high[new], at[new]
+            if self._rehash_for(new.size):
+                at, _, _ = self._find(low, high)
+            fresh = np.concatenate((fresh, self._insert(at, low, high, plane, bit)))
         return self._changed(fresh)
 
     def discard(self, seat: int, tier_bit: int, packed: bytes) -> Changed:
@@ -145,14 +148,15 @@ class Table:
             [plane.data for plane in self._planes],
         )
 
-    def _rehash_for(self, num_new: int) -> None:
+    def _rehash_for(self, num_new: int) -> bool:
         """At most a quarter of the places may be taken: each step of a search costs a round."""
         if 4 * (self._num_taken + num_new) <= len(self._entries):
-            return
+            return False
         used = np.flatnonzero(self._is_held(slice(0, self._num_used)))
         self._make_room(max(_MIN_BITS, (8 * (len(used) + num_new) - 1).bit_length()))
         for begin in range(0, len(used), _AT_ONCE):
             self._settle(used[begin : begin + _AT_ONCE])
+        return True
 
     def _settle(self, entries: I64) -> None:
         """Give a place to entries whose keys are different and have none."""
@@ -173,21 +177,23 @@ class Table:
     def _find(self, low: U64, high: U64) -> tuple[I64, U32, Flags]:
         """For every key the place and the entry at which its search ended, and if it is there."""
         at = self._home(low)
-        entries = self._entries[at]
-        is_there = np.zeros(at.size, np.bool_)
-        todo = np.flatnonzero(entries)
+        entries = self._entries.take(at)
+        is_there = self._has(entries, low, high)
+        todo = np.flatnonzero((entries != 0) & ~is_there)
         step = 1
         while todo.size:
-            found = entries[todo]
-            is_same = (self._low[found] == low[todo]) & (self._high[found] == high[todo])
-            is_there[todo] = is_same
-            todo = todo[~is_same]
             further = (at[todo] + step) & self._last
-            at[todo] = further
-            entries[todo] = further_entries = self._entries[further]
-            todo = todo[further_entries != 0]
+            found = self._entries.take(further)
+            is_same = self._has(found, low[todo], high[todo])
+            at[todo], entries[todo], is_there[todo] = further, found, is_same
+            todo = todo[(found != 0) & ~is_same]
             step += 1  # 1, 3, 6, 10... from home: such steps meet every place of a power of two
         return at, entries, is_there
+
+    def _has(self, entries: U32, low: U64, high: U64) -> Flags:
+        """Whether these are the keys of these entries."""
+        is_same: Flags = (self._low.take(entries) == low) & (self._high.take(entries) == high)
+        return is_same
 
     def _is_held(self, entries: U32 | I64 | slice) -> Flags:
         is_held: Flags = self._planes[0][entries] != 0
