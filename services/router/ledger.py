@@ -1,7 +1,8 @@
 """The promises of all routers in Redis: the only place here that knows it.
 
 farspan:router:v1:state         hash    "life" a random word, "version" its number of steps
-farspan:router:v1:log           stream  entry <version>-0: "+" or "-", request id; 8,192 of them
+farspan:router:v1:log           stream  8,192 entries <version>-0: "+", request id, its workers, its
+                                        first block hash; or "-", request id
 farspan:router:v1:open          zset    request id by the end of its lease, for routers that start
 farspan:router:v1:promise:{id}  string  15 digits of its making, a Reservation; has its lease
 farspan:router:v1:prefix:{id}   string  the prompt's block hashes, while the index may not know them
@@ -29,8 +30,11 @@ _MAX_LEASE_MS = 24 * 3600 * 1000
 MAX_ENDED = 512  # in one step
 
 # One step: tell what the caller does not know yet, then write what it did. A promise is written
-# only if the caller knew every other one when it decided, so routers decide as one would. The end
-# of a promise makes room and can be told late. After a flush the state has another life.
+# only if the caller knew every other one that could have changed its choice: those at its two
+# workers, and those to prompts that begin alike. All others make workers dearer that it did not
+# choose. So routers decide as one would. The end of a promise makes room and can be told late.
+# After a flush the state has another life. Who hears all at once hears no hashes: they may be many,
+# and of use for seconds only.
 _STEP = """
 local function promise(id) return 'farspan:router:v1:promise:' .. id end
 local function prefix(id) return 'farspan:router:v1:prefix:' .. id end
@@ -49,9 +53,13 @@ local known = tonumber(ARGV[3])
 local news, is_behind = {}, false
 local function tell(id, hashes)
   local data = redis.call('GET', promise(id))
-  if not data then return end
-  news[#news + 1] = {'+', id, data, hashes or ''}
-  is_behind = true
+  if data then news[#news + 1] = {'+', id, data, hashes or ''} end
+end
+local num_made = tonumber(ARGV[5])
+local function is_near(prefill, decode, first)
+  if num_made == 0 then return false end
+  return prefill == ARGV[7] or decode == ARGV[8]
+    or first ~= '' and first == string.sub(ARGV[12], 1, 16)
 end
 local is_whole = ARGV[2] ~= life or known > version
 if not is_whole and known < version then
@@ -60,11 +68,13 @@ if not is_whole and known < version then
     is_whole = true
   else
     for _, entry in ipairs(entries) do
-      local kind, id = unpack(entry[2])
+      local fields = entry[2]  -- names and values in turn
+      local kind, id = fields[1], fields[2]
       if kind == '-' then
         news[#news + 1] = {'-', id}
       else
         tell(id, redis.call('GET', prefix(id)))
+        is_behind = is_behind or is_near(fields[3], fields[4], fields[6])
       end
     end
   end
@@ -75,22 +85,21 @@ if is_whole then
   is_behind = true
 end
 
-local function note(kind, id)
+local function note(...)
   version = version + 1
   redis.call('HSET', state, 'version', version)
-  redis.call('XADD', log, 'MAXLEN', '~', 8192, string.format('%d-0', version), kind, id)
+  redis.call('XADD', log, 'MAXLEN', '~', 8192, string.format('%d-0', version), ...)
 end
-local num_made = tonumber(ARGV[5])
 local is_written = ARGV[4] == 'always' or not is_behind
 local at = 6
 for _ = 1, num_made do
-  local id, lease, data, prefix_ms, hashes = unpack(ARGV, at, at + 4)
-  at = at + 5
+  local id, prefill, decode, lease, data, prefix_ms, hashes = unpack(ARGV, at, at + 6)
+  at = at + 7
   if is_written then
     redis.call('SET', promise(id), string.format('%015d', now) .. data, 'PX', lease)
     if hashes ~= '' then redis.call('SET', prefix(id), hashes, 'PX', prefix_ms) end
     redis.call('ZADD', open, now + lease, id)
-    note('+', id)
+    note('+', id, prefill, decode, 'first', string.sub(hashes, 1, 16))
   end
 end
 if num_made > 0 then redis.call('ZREMRANGEBYSCORE', open, '-inf', now) end
@@ -157,7 +166,7 @@ class Ledger:
         await self._redis.aclose()
 
     async def make(self, entry: Entry) -> News:
-        """Write a promise if no other was made since the last step."""
+        """Write a promise if none near it was made since the last step."""
         return await self._run("if-current", [entry], ())
 
     async def exchange(self, made: Sequence[Entry], ended: Sequence[str]) -> News:
@@ -202,7 +211,8 @@ def _fields(entry: Entry) -> list[str | bytes | int]:
     lease_ms = max(1, min(entry.reservation.lifetime_ms, _MAX_LEASE_MS))
     prefix_ms = max(1, min(lease_ms, int(entry.prefix_s * 1000)))
     data = entry.reservation.SerializeToString()
-    return [entry.request_id, lease_ms, data, prefix_ms, entry.block_hashes]
+    prefill, decode = entry.reservation.prefill.worker_id, entry.reservation.decode.worker_id
+    return [entry.request_id, prefill, decode, lease_ms, data, prefix_ms, entry.block_hashes]
 
 
 def _change(change: Sequence[bytes], now_ms: int) -> Entry | str:

@@ -37,15 +37,21 @@ async def other(url: str) -> AsyncIterator[Ledger]:
         yield ledger
 
 
-def entry(request_id: str, lifetime_ms: int = 60_000) -> Entry:
+def entry(
+    request_id: str,
+    lifetime_ms: int = 60_000,
+    workers: tuple[str, str] = ("p0", "d0"),
+    first: int = 0,
+) -> Entry:
+    prefill, decode = workers
     reservation = pb.Reservation(
-        prefill=pb.WorkerRef(worker_id="p0", epoch=1_796_026_266_032_118_332),
-        decode=pb.WorkerRef(worker_id="d0", epoch=2),
+        prefill=pb.WorkerRef(worker_id=prefill, epoch=1_796_026_266_032_118_332),
+        decode=pb.WorkerRef(worker_id=decode, epoch=2),
         prefill_tokens=700,
         decode_pages=20,
         lifetime_ms=lifetime_ms,
     )
-    return Entry(request_id, reservation, chain(15), prefix_s=5.0)
+    return Entry(request_id, reservation, chain(15, first), prefix_s=5.0)
 
 
 def ids(changes: object) -> list[str]:
@@ -82,6 +88,29 @@ async def test_a_promise_made_without_knowing_anothers_is_not_written(
     assert ids(refused.changes) == ["+a"]
     assert (await other.make(entry("b"))).is_written
     assert ids((await ledger.exchange([], [])).changes) == ["+b"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "first", "is_written"),
+    [
+        pytest.param(("p1", "d1"), 99, True, id="elsewhere"),
+        pytest.param(("p0", "d1"), 99, False, id="same-prefill"),
+        pytest.param(("p1", "d0"), 99, False, id="same-decode"),
+        pytest.param(("p1", "d1"), 0, False, id="same-first-block"),
+    ],
+)
+async def test_what_could_not_have_changed_the_choice_is_no_conflict(
+    ledger: Ledger, other: Ledger, workers: tuple[str, str], first: int, is_written: bool
+) -> None:
+    """A promise elsewhere only makes workers dearer that were not chosen anyway."""
+    await ledger.exchange([], [])
+    await other.exchange([], [])
+    await ledger.make(entry("a"))
+
+    news = await other.make(entry("b", workers=workers, first=first))
+
+    assert news.is_written == is_written
+    assert ids(news.changes) == ["+a"], "it is told in any case"
 
 
 async def test_an_end_is_heard_and_does_not_make_others_decide_again(

@@ -573,3 +573,30 @@ def test_whoever_is_chosen_can_hold_the_request_and_the_order_does_not_matter(
     shuffled = [replace(worker) for worker in fleet]
     rng.shuffle(shuffled)
     assert place(placing, shuffled, hits, RATES).placement == placement
+
+
+@given(REQUESTS, FLEETS, HITS, st.integers(1, 50))
+@settings(max_examples=150, deadline=None)
+def test_promises_elsewhere_do_not_change_a_choice(
+    placing: pb.PlaceRequest, fleet: list[Worker], hits: Hits, num_promised: int
+) -> None:
+    """So a router need not decide again for them: the ledger stands on this."""
+    chosen_pair = judge(placing, fleet, hits, RATES).decision
+    if chosen_pair is None:
+        return
+    kept = (chosen_pair.placement.prefill, chosen_pair.placement.decode)
+    promised = Promised(
+        prefill_tokens=1000 * num_promised,
+        num_new=num_promised,
+        num_requests=num_promised,
+        num_pages=20 * num_promised,
+        num_device_pages=num_promised,
+    )
+
+    later = [
+        worker if worker.heartbeat.worker in kept else replace(worker, promised=promised)
+        for worker in fleet
+    ]
+
+    placement = place(placing, later, hits, RATES).placement
+    assert (placement.prefill, placement.decode) == kept
