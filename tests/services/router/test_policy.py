@@ -2,7 +2,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from services.decode import offers
@@ -581,6 +581,8 @@ def test_promises_elsewhere_do_not_change_a_choice(
     placing: pb.PlaceRequest, fleet: list[Worker], hits: Hits, num_promised: int
 ) -> None:
     """So a router need not decide again for them: the ledger stands on this."""
+    loads = [worker.heartbeat.load for worker in fleet]
+    assume(all(load.num_waiting + load.num_running or not load.waiting_tokens for load in loads))
     chosen_pair = judge(placing, fleet, hits, RATES).decision
     if chosen_pair is None:
         return
