@@ -144,8 +144,13 @@ class Ledger:
     """One router's view of the ledger. Every step raises LedgerAway when Redis fails."""
 
     def __init__(self, url: str, ca_file: Path | None, timeout_s: float) -> None:
+        """Raises ConfigError if the URL or the file cannot be used."""
         options: dict[str, Any] = {} if ca_file is None else {"ssl_ca_certs": str(ca_file)}
         try:
+            if ca_file is not None and urlsplit(url).scheme != "rediss":
+                raise ValueError("a CA file needs rediss://")
+            if ca_file is not None and not ca_file.is_file():
+                raise ValueError(f"there is no CA file {ca_file}")
             # redis-py 8 retries for 4.5 to 6 s by default before it says that a port is closed.
             self._redis: Any = Redis.from_url(
                 url,
@@ -154,8 +159,8 @@ class Ledger:
                 socket_connect_timeout=timeout_s,
                 **options,
             )
-        except (ValueError, RedisError) as error:
-            raise ConfigError(f"no Redis can be at {self._place(url)}: {error}") from error
+        except ValueError as error:
+            raise ConfigError(f"no Redis can be at {_place(url)}: {error}") from error
         self._step = self._redis.register_script(_STEP)
         self._timeout_s = timeout_s
         self._life = b""
@@ -201,10 +206,10 @@ class Ledger:
             [_change(each, now_ms) for each in changes],
         )
 
-    @staticmethod
-    def _place(url: str) -> str:
-        """Where Redis is expected, without a password."""
-        return urlsplit(url).netloc.rpartition("@")[2]
+
+def _place(url: str) -> str:
+    """Where Redis is expected, without a password."""
+    return urlsplit(url).netloc.rpartition("@")[2]
 
 
 def _fields(entry: Entry) -> list[str | bytes | int]:

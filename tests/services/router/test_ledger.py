@@ -13,6 +13,7 @@ from shared import farspan_pb2 as pb
 from shared.errors import ConfigError
 from tests.local_server import LocalServer
 from tests.services.router.fleets import chain
+from tests.tls_front import tls_front
 
 
 @pytest.fixture
@@ -242,9 +243,35 @@ async def test_a_redis_with_a_password_lets_in_who_knows_it(tmp_path: Path) -> N
         server.kill()
 
 
-def test_a_url_that_is_none_is_refused_without_its_password() -> None:
-    with pytest.raises(ConfigError, match="somewhere") as refused:
-        Ledger("http://me:secret@somewhere/0", None, 1.0)
+async def test_tls_is_spoken_with_those_that_the_ca_file_vouches_for(
+    url: str, tmp_path: Path
+) -> None:
+    """And with nobody else: the hashes tell who asked the same thing before."""
+    ca_file = tmp_path / "ca.pem"
+    async with tls_front(url, ca_file) as port:
+        secure = f"rediss://127.0.0.1:{port}/5"
+        async with aclosing(Ledger(secure, ca_file, 5.0)) as ledger:
+            await ledger.exchange([entry("a")], [])
+        async with aclosing(Ledger(secure, None, 5.0)) as ledger:
+            with pytest.raises(LedgerAway, match="certificate"):
+                await ledger.make(entry("b"))
+
+
+@pytest.mark.parametrize(
+    ("url", "ca_file"),
+    [
+        pytest.param("redis://me:secret@127.0.0.1:1", "ca.pem", id="a-ca-file-without-tls"),
+        pytest.param("rediss://me:secret@127.0.0.1:1", "missing.pem", id="no-ca-file"),
+        pytest.param("http://me:secret@127.0.0.1:1", None, id="another-scheme"),
+    ],
+)
+def test_settings_that_cannot_work_are_the_operators_fault(
+    url: str, ca_file: str | None, tmp_path: Path
+) -> None:
+    """Told at the start, by place and without the password."""
+    (tmp_path / "ca.pem").write_text("")
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1") as refused:
+        Ledger(url, tmp_path / ca_file if ca_file else None, 1.0)
 
     assert "secret" not in str(refused.value)
 
