@@ -10,6 +10,9 @@ import pytest_asyncio
 from services.local.plan import Options
 from services.local.stack import Stack
 
+DEBUG_TOKEN = "let-me-see"
+DECISIONS_FILE = "decisions.jsonl"
+
 
 def _report(line: str) -> None:
     sys.stderr.write(f"{line}\n")
@@ -19,7 +22,12 @@ def _report(line: str) -> None:
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     """What `make serve` runs, on free ports, with FP8 weights and FP8 KV."""
     folder = tmp_path_factory.mktemp("stack")
-    settings = {"ROUTER_INDEX_TIMEOUT_S": "5"}  # a busy machine is no absent index
+    settings = {
+        "ROUTER_INDEX_TIMEOUT_S": "5",  # a busy machine is no absent index
+        "ROUTER_REDIS_TIMEOUT_S": "5",
+        "ROUTER_DECISIONS_FILE": str(folder / DECISIONS_FILE),
+        "GATEWAY_DEBUG_TOKEN": DEBUG_TOKEN,
+    }
     options = Options(port=0, run_folder=folder, settings=settings)
     async with Stack(options, _report) as running:
         yield running
