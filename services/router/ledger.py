@@ -170,9 +170,9 @@ class Ledger:
         """Close the connections."""
         await self._redis.aclose()
 
-    async def make(self, entry: Entry) -> News:
-        """Write a promise if none near it was made since the last step."""
-        return await self._run("if-current", [entry], ())
+    async def make(self, entry: Entry, ended: Sequence[str] = ()) -> News:
+        """Write a promise if none near it was made since the last step, and end others anyway."""
+        return await self._run("if-current", [entry], ended)
 
     async def exchange(self, made: Sequence[Entry], ended: Sequence[str]) -> News:
         """Write promises in any case, end others, and hear what is new."""

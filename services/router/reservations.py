@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _STEP_S = 0.25  # what others do is heard this often when there is nothing to decide
 _RETRY_S = 0.5
+_GATHER_S = 0.02  # ends are told together, or with the next promise
 _CONFLICT_S = 1.0  # the gateway asks again after two
 _BATCH = 16  # promises told in one step: with their hashes they may be 4 MB
 _MAX_ENDED = 100_000  # kept for Redis to come back; what is beyond ends with its lease
@@ -93,21 +94,24 @@ class Reservations:
                 await self._exchange(self._ledger)
             if self.away_reason:
                 await asyncio.sleep(_RETRY_S)
-            elif not (self._ended or self._untold):
+            elif not self._untold:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_STEP_S):
                         await self._work.wait()
+                await asyncio.sleep(_GATHER_S)
 
     async def _is_told(self, promise: Promise) -> bool:
         """False if others have promised something that this decision did not know."""
         if self._ledger is None or self._promises.has_ended(promise.request_id):
             return True
         if not self.away_reason:
+            ended = list(self._ended)[:MAX_ENDED]
             try:
-                news = await self._ledger.make(_entry(promise))
+                news = await self._ledger.make(_entry(promise), ended)
             except LedgerAway as error:
                 self._note_away(str(error))
             else:
+                self._forget_ended(ended)
                 self._take_in(news)
                 return news.is_written
         self.num_unshared += 1
@@ -124,11 +128,14 @@ class Reservations:
         except LedgerAway as error:
             self._note_away(str(error))
             return
-        for request_id in ended:
-            self._ended.pop(request_id, None)
+        self._forget_ended(ended)
         self._untold.difference_update(promise.request_id for promise in told)
         self._take_in(news, just_told=[promise.request_id for promise in told])
         self._note_back()
+
+    def _forget_ended(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._ended.pop(request_id, None)
 
     def _take_in(self, news: News, just_told: Sequence[str] = ()) -> None:
         """Follow the others. What Redis has lost of ours is told again."""

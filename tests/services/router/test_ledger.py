@@ -128,6 +128,19 @@ async def test_an_end_is_heard_and_does_not_make_others_decide_again(
     assert ids(news.changes) == ["a"]
 
 
+async def test_ends_are_told_with_the_next_promise_also_if_it_is_not_written(
+    ledger: Ledger, other: Ledger
+) -> None:
+    """A busy router needs no step of its own for them."""
+    await ledger.exchange([entry("a"), entry("b")], [])
+    assert (await ledger.make(entry("c"), ["a"])).is_written
+    await other.exchange([], [])
+    await ledger.make(entry("d"))
+
+    assert not (await other.make(entry("e"), ["b"])).is_written
+    assert ids((await ledger.exchange([], [])).changes) == ["b"]
+
+
 async def test_ending_twice_ends_once(ledger: Ledger, other: Ledger) -> None:
     """Every router hears of an end, and each tells the ledger."""
     await ledger.exchange([entry("a")], [])
