@@ -280,7 +280,7 @@ async def test_two_routers_share_their_promises_and_a_burst_goes_together(
     config: RouterConfig, link: Bus, redis_url: str
 ) -> None:
     """Through NATS and Redis, each router deciding half: at most two workers compute it (C8)."""
-    own = replace(config, redis_url=redis_url.removesuffix("/0") + "/7", redis_timeout_s=2.0)
+    own = replace(config, redis_url=redis_url.removesuffix("/0") + "/7", redis_timeout_s=5.0)
     beats = [heartbeat(f"p{i}", pb.ROLE_PREFILL) for i in range(6)]
     beats += [heartbeat("d0", pb.ROLE_DECODE), heartbeat("d1", pb.ROLE_DECODE)]
     async with (

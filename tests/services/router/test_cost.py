@@ -46,8 +46,8 @@ def test_driving_out_what_was_just_used_costs_its_computing() -> None:
         return cost.prefill_bid(request(640), full, None, RATES).cost_s
 
     assert cost_s(0) == pytest.approx(2 * 0.064)
-    assert cost_s(1) == pytest.approx(4 * 0.064, rel=0.01)
-    assert cost_s(1) > cost_s(600) > cost_s(6000)
+    assert cost_s(1) == pytest.approx(3 * 0.064, rel=0.01)
+    assert cost_s(1) > cost_s(200) > cost_s(6000)
     assert cost_s(6000) == pytest.approx(2 * 0.064, rel=0.01)
 
 

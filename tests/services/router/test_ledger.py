@@ -28,13 +28,13 @@ async def url(redis_url: str) -> str:
 
 @pytest.fixture
 async def ledger(url: str) -> AsyncIterator[Ledger]:
-    async with aclosing(Ledger(url, None, 1.0)) as ledger:
+    async with aclosing(Ledger(url, None, 5.0)) as ledger:
         yield ledger
 
 
 @pytest.fixture
 async def other(url: str) -> AsyncIterator[Ledger]:
-    async with aclosing(Ledger(url, None, 1.0)) as ledger:
+    async with aclosing(Ledger(url, None, 5.0)) as ledger:
         yield ledger
 
 
@@ -156,7 +156,7 @@ async def test_a_router_that_starts_is_told_everything(ledger: Ledger, url: str)
     await ledger.exchange([entry("a"), entry("b"), entry("c")], [])
     await ledger.exchange([], ["b"])
 
-    async with aclosing(Ledger(url, None, 1.0)) as fresh:
+    async with aclosing(Ledger(url, None, 5.0)) as fresh:
         refused = await fresh.make(entry("d"))
 
         assert refused.is_whole and not refused.is_new_life and not refused.is_written
@@ -169,7 +169,7 @@ async def test_a_lease_ends_by_itself(ledger: Ledger, url: str) -> None:
     await ledger.exchange([entry("a", lifetime_ms=30)], [])
     await asyncio.sleep(0.05)
 
-    async with aclosing(Ledger(url, None, 1.0)) as fresh:
+    async with aclosing(Ledger(url, None, 5.0)) as fresh:
         assert not (await fresh.exchange([], [])).changes
 
 
@@ -204,7 +204,7 @@ async def test_a_router_that_fell_far_behind_is_told_everything(
 
 async def test_many_routers_agree_on_who_was_first(url: str) -> None:
     """Each retries until it is written: nobody is lost, and each knew all before it."""
-    ledgers = [Ledger(url, None, 1.0) for _ in range(4)]
+    ledgers = [Ledger(url, None, 5.0) for _ in range(4)]
     known: list[list[str]] = [[] for _ in ledgers]
     order: list[tuple[int, str]] = []
 
@@ -228,7 +228,7 @@ async def test_many_routers_agree_on_who_was_first(url: str) -> None:
 async def test_a_redis_that_is_away_is_told_at_once_and_without_its_password() -> None:
     """Placements go on by the router's own promises; retrying here would hold them up."""
     url = f"redis://:secret@127.0.0.1:{free_port()}/0"
-    async with aclosing(Ledger(url, None, 1.0)) as ledger:
+    async with aclosing(Ledger(url, None, 5.0)) as ledger:
         with pytest.raises(LedgerAway) as failed:
             async with asyncio.timeout(1):
                 await ledger.make(entry("a"))
@@ -246,7 +246,7 @@ async def test_a_redis_with_a_password_lets_in_who_knows_it(tmp_path: Path) -> N
     try:
         for password, is_let_in in (("secret", True), ("wrong", False)):
             url = f"redis://:{password}@127.0.0.1:{port}/0"
-            async with aclosing(Ledger(url, None, 1.0)) as ledger:
+            async with aclosing(Ledger(url, None, 5.0)) as ledger:
                 if is_let_in:
                     assert (await ledger.make(entry("a"))).is_whole
                 else:

@@ -70,7 +70,7 @@ async def routers(
     async with AsyncExitStack() as stack:
         sides = []
         for _ in range(num_routers):
-            ledger = await stack.enter_async_context(aclosing(Ledger(url, None, 1.0)))
+            ledger = await stack.enter_async_context(aclosing(Ledger(url, None, 5.0)))
             side = RouterSide(ledger, fleet)
             await side.reservations.open()
             stack.push_async_callback(side.reservations.close)
