@@ -1,7 +1,7 @@
 """The cells of the table: one workload on one fleet under every placer, in figures.
 
-A cell's name says what it is: `sessions_8x16` are agent sessions on 8 workers of each role with 16
-lanes a worker, `requests_8` the open-loop requests on 8.
+A cell's name says what it is: `sessions_8x16_1024k` are agent sessions on 8 prefill workers with 16
+lanes and 1,024K tokens of cache each, `requests_8_1024k` the open-loop requests on 8.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +15,11 @@ from benchmarks.placement.workload import Clocked, Lanes, Workload
 from shared.block_hash import BLOCK_TOKENS
 
 SEED = 1
-CACHE_TOKENS = 2**20  # of each prefill worker
 FLEETS = (4, 8, 16)
-# A lane's share of the cache is then 128K, 64K and 51K tokens. Below that every policy collapses:
-# the prompts in flight alone fill the caches.
-LANES_PER_WORKER = (8, 16, 20)
+# Of each prefill worker: lanes, and tokens of cache. A lane's share is 128K, 64K and 51K tokens: from
+# enough to too little. With less every policy collapses: prompts in flight alone fill the caches.
+LOADS = ((8, 2**20), (16, 2**20), (10, 2**19))
+_REQUEST_CACHE_TOKENS = 2**20
 PLACERS: Mapping[str, Callable[[], Placer]] = {
     "farspan": placers.Farspan,
     "round_robin": placers.round_robin,
@@ -59,31 +59,34 @@ class Outcome:
 def all_cells(sessions: Sequence[Session], requests: Sequence[Turn]) -> list[Cell]:
     """The whole table."""
     cells = [
-        session_cell(sessions, num_workers, lanes)
+        session_cell(sessions, num_workers, lanes, cache_tokens)
         for num_workers in FLEETS
-        for lanes in LANES_PER_WORKER
+        for lanes, cache_tokens in LOADS
     ]
     return cells + [request_cell(requests, num_workers) for num_workers in FLEETS]
 
 
-def session_cell(sessions: Sequence[Session], num_workers: int, lanes_per_worker: int) -> Cell:
+def session_cell(
+    sessions: Sequence[Session], num_workers: int, lanes_per_worker: int, cache_tokens: int
+) -> Cell:
     """Lanes of agent sessions; lanes fill the caches before requests count."""
     num_lanes = num_workers * lanes_per_worker
     setup = Setup(
         num_workers=num_workers,
-        cache_tokens=CACHE_TOKENS,
+        cache_tokens=cache_tokens,
         node_tokens=BLOCK_TOKENS,
         num_requests=1000 + 8 * num_lanes,
         num_warm_up=4 * num_lanes,
     )
-    name = f"sessions_{num_workers}x{lanes_per_worker}"
+    name = f"sessions_{num_workers}x{lanes_per_worker}_{cache_tokens // 1024}k"
     return Cell(name, setup, lambda: Lanes(sessions, num_lanes, SEED))
 
 
 def request_cell(requests: Sequence[Turn], num_workers: int) -> Cell:
     """The first half hour of single requests."""
-    setup = Setup(num_workers, CACHE_TOKENS, Clocked.node_tokens, 5000, 1000)
-    return Cell(f"requests_{num_workers}", setup, lambda: Clocked(requests))
+    setup = Setup(num_workers, _REQUEST_CACHE_TOKENS, Clocked.node_tokens, 5000, 1000)
+    name = f"requests_{num_workers}_{_REQUEST_CACHE_TOKENS // 1024}k"
+    return Cell(name, setup, lambda: Clocked(requests))
 
 
 def outcome(cell: Cell, placer: Placer) -> Outcome:

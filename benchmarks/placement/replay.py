@@ -22,7 +22,7 @@ _LIFETIME_S = 3600.0
 class Setup:
     """The fleet, and which requests count."""
 
-    num_workers: int  # of each role
+    num_workers: int  # prefill workers; there are twice as many decode workers
     cache_tokens: int  # of each prefill worker
     node_tokens: int
     num_requests: int  # the run ends when so many that count have their first token
@@ -72,7 +72,8 @@ class Replay:
         self._chosen: dict[str, tuple[PrefillWorker, DecodeWorker]] = {}
         names = [f"{number:02}" for number in range(setup.num_workers)]
         self._prefills = {f"p{name}": self._prefill(f"p{name}") for name in names}
-        self._decodes = {f"d{name}": self._decode(f"d{name}") for name in names}
+        halves = [f"d{name}{half}" for name in names for half in "ab"]
+        self._decodes = {name: self._decode(name) for name in halves}
 
     def to_end(self) -> Run:
         """Run it."""
@@ -166,4 +167,4 @@ def oracle_hits(run: Run, setup: Setup) -> dict[str, int]:
 
 def _phase_s(worker_id: str) -> float:
     """Heartbeats are spread over the half second: workers start at different times."""
-    return int(worker_id[1:]) * 0.117 % 0.5
+    return int(worker_id[1:3]) * 0.117 % 0.5

@@ -17,9 +17,9 @@ from shared.block_hash import BLOCK_TOKENS
 _OWN_WEIGHT = 2.0
 # Prefill serves the prompt with the least left first, but every fourth step goes by age.
 _BY_REMAINING_SHARE = 3 / 4
-# A prefix that was not used for so long is wanted again with a probability of 1/e. Agents pause for
-# seconds to minutes; from 3 to 20 minutes the replay shows little difference.
-_FORGOTTEN_S = 600.0
+# What was not used for so long is wanted again with a chance of 1/e: agents pause for seconds to a
+# few minutes. From 200 to 1,200 s the replay (docs/placement.md) shows little difference.
+_FORGOTTEN_S = 200.0
 
 _QUEUE_SHARES = {-2: 0.25, -1: 0.5, 0: 0.75, 1: 0.875, 2: 1.0}  # of Rates.max_waiting
 MIN_PRIORITY, MAX_PRIORITY = min(_QUEUE_SHARES), max(_QUEUE_SHARES)
@@ -45,7 +45,7 @@ class Bid(NamedTuple):
 
 
 def prefill_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates: Rates) -> Bid:
-    """Time until the prompt is computed; own work, and what it will cost others, count twice."""
+    """Time until the prompt is computed, own work counted twice, and what others lose by it."""
     load, prompt_tokens = worker.heartbeat.load, request.num_prompt_tokens
     # The last token is computed in any case: its logits give the first token.
     hit_tokens = _hit_tokens(hit, prompt_tokens - 1)
@@ -63,7 +63,7 @@ def prefill_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates
     return Bid(
         worker,
         must_wait=num_blocks + num_promised_blocks > load.free_blocks,
-        cost_s=queue_s + _OWN_WEIGHT * (own_s + lost_s),
+        cost_s=queue_s + _OWN_WEIGHT * own_s + lost_s,
         hit_tokens=hit_tokens,
         work_tokens=own_tokens,
         num_pages=0,
