@@ -48,7 +48,8 @@ class Table:
     """
 
     def __init__(self, max_blocks: int) -> None:
-        # Secret, so that nobody can choose prompts whose blocks all share one home.
+        # Hashes are even (ADR-0003). The factor is secret, so that nobody can choose prompts whose
+        # blocks share one home all the same.
         self._factor = np.uint64(secrets.randbits(64) | 1)
         self._nobody = np.uint64(secrets.randbits(64))  # the first word of an entry that is free
         # Reserved at once, but the system gives memory only to pages that are written.

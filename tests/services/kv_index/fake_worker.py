@@ -33,14 +33,30 @@ class FakeWorker:
         self._journal.removed(tier, hashes)
         await self._publish(is_lost)
 
-    async def beat(self, state: pb.ServiceState = pb.SERVICE_STATE_READY) -> None:
+    async def beat(
+        self,
+        state: pb.ServiceState = pb.SERVICE_STATE_READY,
+        *,
+        block_tokens: int = 64,
+        num_running: int = 0,
+    ) -> None:
         heartbeat = pb.Heartbeat(
             worker=self._ref,
             role=pb.ROLE_PREFILL,
             state=state,
-            event_sequence=self._journal.sequence,
+            layout=pb.KvLayout(block_tokens=block_tokens),
+            load=pb.Load(num_running=num_running),
         )
+        self._journal.describe(heartbeat)
         await self._bus.publish(subjects.HEARTBEAT, heartbeat)
+
+    async def forget(self, hashes: Sequence[BlockHash]) -> None:
+        """A batch that does not say what it should: the engine drops blocks in silence."""
+        self._journal.removed(pb.TIER_DEVICE, hashes)
+        batch = self._journal.commit()
+        assert batch is not None
+        del batch.events[:]
+        await self._bus.publish(subjects.BLOCK_EVENTS, batch)
 
     @asynccontextmanager
     async def answering(self) -> AsyncIterator["FakeWorker"]:

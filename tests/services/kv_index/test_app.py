@@ -1,20 +1,24 @@
 import asyncio
 import os
+import random
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
+import httpx
 import pytest
+from redis.asyncio import Redis
 
 from services.kv_index import app
 from services.kv_index.config import KvIndexConfig
 from services.kv_index.events import Life
-from services.local.servers import free_port
-from shared import bus, prefix_rpc
+from services.local.servers import free_port, redis_command
+from shared import bus, prefix_rpc, subjects
 from shared import farspan_pb2 as pb
 from shared.block_hash import BlockHash, pack
 from shared.bus import Bus
@@ -32,6 +36,7 @@ def config(nats_url: str, redis_url: str) -> KvIndexConfig:
         redis_url=redis_url,
         grpc_address="127.0.0.1:0",
         redis_check_interval_s=0.2,
+        health_port=free_port(),
     )
 
 
@@ -49,6 +54,15 @@ def life() -> Life:
 @pytest.fixture
 def chain() -> list[BlockHash]:
     return [BlockHash(uuid.uuid4().bytes) for _ in range(10)]
+
+
+async def figures(config: KvIndexConfig) -> dict[str, float]:
+    """What Prometheus would read: its names and values."""
+    url = f"http://127.0.0.1:{config.health_port}/metrics"
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(url)).text
+    values = (line.split() for line in text.splitlines() if not line.startswith("#"))
+    return {name.removeprefix("farspan_kv_index_"): float(value) for name, value in values}
 
 
 @asynccontextmanager
@@ -222,6 +236,120 @@ async def test_a_silent_worker_is_forgotten_and_comes_back_whole(
         await eventually(client, chain, {life: (10, pb.TIER_DEVICE)})
 
 
+async def test_silent_drift_is_healed_by_one_snapshot(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """Nothing was lost, so no gap shows; the digest in the next heartbeat does (B9)."""
+    async with serving(config) as client, FakeWorker(link, life).answering() as worker:
+        await worker.store(chain)
+        await worker.beat()
+        await worker.forget(chain[3:])
+        await eventually(client, chain, {life: (10, pb.TIER_DEVICE)})
+
+        await worker.beat()
+        await eventually(client, chain, {life: (3, pb.TIER_DEVICE)})
+        for _ in range(3):
+            await worker.beat()
+        await worker.store(chain[:5])
+        await worker.beat()
+        await eventually(client, chain, {life: (5, pb.TIER_DEVICE)})
+
+        async def drifts() -> object:
+            seen = await figures(config)
+            return seen["drifts_total"], seen["snapshots_total"], seen["doubted_workers"]
+
+        await until(drifts, (1, 1, 0))
+        assert worker.replays == [0]
+
+    async with serving(config) as client:
+        assert await hits(client, chain) == {life: (5, pb.TIER_DEVICE)}, "the copy is healed too"
+
+
+async def test_a_worker_with_other_blocks_is_left_out(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """Its hashes would count tokens that it does not hold (B18)."""
+    async with serving(config) as client:
+        worker = FakeWorker(link, life)
+        await worker.store(chain)
+        await eventually(client, chain, {life: (10, pb.TIER_DEVICE)})
+
+        await worker.beat(block_tokens=512)
+        await eventually(client, chain, {})
+        await worker.store(chain)
+
+        async def refused() -> object:
+            seen = await figures(config)
+            return seen["refused_total"], seen["refused_workers"]
+
+        await until(refused, (2, 1))
+        await FakeWorker(link, next_life(life)).store(chain[:1])
+        await eventually(client, chain, {next_life(life): (1, pb.TIER_DEVICE)})
+
+
+async def test_sparse_events_put_a_worker_out_and_nothing_else(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """Spans of a sliding window are no prefix (B17)."""
+    sparse = pb.BlocksStored(tier=pb.TIER_DEVICE, block_hashes=pack(chain), num_tokens=64 * 40)
+    batch = pb.BlockEvents(
+        worker=pb.WorkerRef(worker_id=life.worker_id, epoch=life.epoch),
+        sequence=2,
+        events=[pb.BlockEvent(stored=sparse)],
+    )
+    other = Life(f"{life.worker_id}-b", life.epoch)
+    async with serving(config) as client:
+        await FakeWorker(link, life).store(chain[:1])
+        await FakeWorker(link, other).store(chain[:2])
+        await link.publish(subjects.BLOCK_EVENTS, batch)
+
+        await eventually(client, chain, {other: (2, pb.TIER_DEVICE)})
+
+
+async def test_a_worker_that_works_in_silence_shows(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """A metric and a line in the log, until its first block (B12)."""
+
+    async def mute() -> object:
+        return (await figures(config)).get("mute_workers")
+
+    async with serving(replace(config, mute_after_s=0.05)):
+        worker = FakeWorker(link, life)
+        for _ in range(2):
+            await worker.beat(num_running=1)
+            await asyncio.sleep(0.1)
+        await until(mute, 1)
+
+        await worker.store(chain)
+        await worker.beat(num_running=1)
+        await until(mute, 0)
+
+
+async def test_a_full_index_serves_what_it_has(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """And takes the rest when another worker has left."""
+    other = Life(f"{life.worker_id}-b", life.epoch)
+    async with (
+        serving(replace(config, redis_url=f"{config.redis_url[:-1]}3", max_blocks=10)) as client,
+        FakeWorker(link, life).answering() as worker,
+    ):
+        first = FakeWorker(link, other)
+        await first.store([BlockHash(uuid.uuid4().bytes) for _ in range(7)])
+        await worker.store(chain)
+        await eventually(client, chain, {life: (3, pb.TIER_DEVICE)})
+
+        await first.beat(pb.SERVICE_STATE_STOPPED)
+
+        async def full() -> object:
+            await worker.beat()
+            return await hits(client, chain)
+
+        await until(full, {life: (10, pb.TIER_DEVICE)})
+        assert (await figures(config))["cut_blocks_total"] >= 7
+
+
 async def test_redis_may_die_and_come_back_empty(
     config: KvIndexConfig,
     redis_server: LocalServer,
@@ -242,7 +370,7 @@ async def test_redis_may_die_and_come_back_empty(
         redis_server.start()
 
         async def copied() -> object:
-            async with serving(own) as second:
+            async with serving(replace(own, health_port=0)) as second:
                 return await hits(second, chain)
 
         await until(copied, {life: (9, pb.TIER_DEVICE)})
@@ -251,18 +379,80 @@ async def test_redis_may_die_and_come_back_empty(
 async def test_two_replicas_agree(
     config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
 ) -> None:
-    """Both follow the events and both write the copy."""
-    async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(serving(config)) for _ in range(2)]
-        worker = FakeWorker(link, life)
-        for block_hash in chain:
-            await worker.store([block_hash])
-        await worker.remove(chain[4:])
-        for client in clients:
-            await eventually(client, chain, {life: (4, pb.TIER_DEVICE)})
+    """Both follow the events and both write the copy; losses and one's absence change nothing."""
+    choice = random.Random(7)
+    twin = replace(config, health_port=0)
+    async with serving(config) as first, AsyncExitStack() as stack:
+        lives = [Life(f"{life.worker_id}-{i}", life.epoch) for i in range(3)]
+        fakes = [FakeWorker(link, each, num_kept_batches=6).answering() for each in lives]
+        workers = [await stack.enter_async_context(fake) for fake in fakes]
+        held = dict.fromkeys(range(3), 0)
+        for step in range(120):
+            if step == 40:
+                second = await stack.enter_async_context(serving(twin))
+            number, is_lost = choice.randrange(3), choice.random() < 0.3
+            worker, num_held = workers[number], choice.randint(0, 10)
+            if num_held > held[number]:
+                await worker.store(chain[held[number] : num_held], is_lost=is_lost)
+            else:
+                await worker.remove(chain[num_held : held[number]], is_lost=is_lost)
+            held[number] = num_held
+            if choice.random() < 0.2:
+                await worker.beat()
+        for worker in workers:
+            await worker.beat()
+            await worker.beat()
+
+        expected: Hits = {
+            lives[number]: (num_held, pb.TIER_DEVICE)
+            for number, num_held in held.items()
+            if num_held
+        }
+        for client in (first, second):
+            await eventually(client, chain, expected)
 
     async with serving(config) as client:
-        assert await hits(client, chain) == {life: (4, pb.TIER_DEVICE)}
+        assert await hits(client, chain) == expected
+
+
+async def test_an_index_works_with_a_redis_that_asks_for_a_password(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash], tmp_path: Path
+) -> None:
+    """The user and the password stand in the URL; the next process is warm."""
+    port = free_port()
+    rights = ["on", ">secret", "~farspan:*", "+@all"]
+    users = ["--requirepass", "everyone", "--user", "farspan", *rights]
+    server = LocalServer([*redis_command(port, tmp_path), *users], port, tmp_path)
+    try:
+        server.start()
+        for credentials in (":everyone", "farspan:secret"):
+            life = next_life(life)
+            own = replace(config, redis_url=f"redis://{credentials}@{server.address}/0")
+            async with serving(own) as client:
+                await FakeWorker(link, life).store(chain)
+                await eventually(client, chain, {life: (10, pb.TIER_DEVICE)})
+            async with serving(own) as client:
+                assert await hits(client, chain) == {life: (10, pb.TIER_DEVICE)}
+    finally:
+        server.kill()
+
+
+async def test_a_flushed_redis_is_written_again(
+    config: KvIndexConfig, redis_server: LocalServer, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """Nobody tells that it was flushed: a comparison finds out."""
+    own = replace(config, redis_url=f"redis://{redis_server.address}/0")
+    async with serving(own) as client:
+        await FakeWorker(link, life).store(chain)
+        await eventually(client, chain, {life: (10, pb.TIER_DEVICE)})
+        async with aclosing(Redis.from_url(own.redis_url)) as redis:
+            await redis.flushall()
+
+        async def copied() -> object:
+            async with serving(replace(own, health_port=0)) as second:
+                return await hits(second, chain)
+
+        await until(copied, {life: (10, pb.TIER_DEVICE)})
 
 
 @pytest.mark.parametrize("missing", ["NATS", "Redis"])

@@ -1,5 +1,7 @@
 from collections.abc import Sequence
+from functools import reduce
 from itertools import pairwise
+from operator import xor
 
 import pytest
 from hypothesis import given, settings
@@ -185,6 +187,110 @@ def test_a_worker_that_breaks_the_eviction_rule_is_not_believed_beyond_the_hole(
     index.apply(batch(1, stored(CHAIN), removed(CHAIN[10:30])))
 
     assert index.longest_prefix(pack(CHAIN)) == [Hit(LIFE, 10, pb.TIER_DEVICE)]
+
+
+def digest(device: Sequence[BlockHash], host: Sequence[BlockHash] = ()) -> bytes:
+    def folded(hashes: Sequence[BlockHash]) -> bytes:
+        return reduce(xor, (int.from_bytes(h, "little") for h in hashes), 0).to_bytes(16, "little")
+
+    return folded(device) + folded(host)
+
+
+def test_a_digest_at_the_same_place_shows_silent_drift() -> None:
+    """The engine dropped blocks and said nothing (B9)."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN[:9]), stored(CHAIN[:4], pb.TIER_HOST)))
+
+    index.heartbeat(LIFE, 1, digest(CHAIN[:9], CHAIN[:4]))
+    assert not index.is_drifted(LIFE)
+    index.heartbeat(LIFE, 1, digest(CHAIN[:7], CHAIN[:4]))
+    assert index.is_drifted(LIFE)
+
+    index.restore(LIFE, 2, [Change(DEVICE_BIT, True, pack(CHAIN[:7]))])
+    assert not index.is_drifted(LIFE)
+    index.heartbeat(LIFE, 2, digest(CHAIN[:7]))
+    assert not index.is_drifted(LIFE)
+    assert not index.doubted
+
+
+def test_a_digest_of_another_place_says_nothing() -> None:
+    """Heartbeats and events overtake one another; the events decide when to compare."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN[:9])))
+
+    index.heartbeat(LIFE, 2, digest(CHAIN[:3]))
+    assert not index.is_drifted(LIFE)
+    index.apply(batch(2, stored(CHAIN[9:12])))
+    assert index.is_drifted(LIFE)
+
+
+def test_a_digest_that_its_own_snapshot_contradicts_is_not_believed() -> None:
+    """Else a worker that computes it wrongly would be asked for snapshots for ever."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN[:9])))
+    index.heartbeat(LIFE, 1, digest(CHAIN[:3]))
+    index.restore(LIFE, 1, [Change(DEVICE_BIT, True, pack(CHAIN[:9]))])
+
+    assert index.doubted == {LIFE}
+    for sequence in (2, 3):
+        index.apply(batch(sequence, stored(CHAIN[9:12])))
+        index.heartbeat(LIFE, sequence, digest(CHAIN[:3]))
+        assert not index.is_drifted(LIFE)
+    assert index.longest_prefix(pack(CHAIN)) == [Hit(LIFE, 12, pb.TIER_DEVICE)]
+
+
+def test_a_full_index_leaves_out_the_newest_blocks_and_counts_them() -> None:
+    """They are tails; heads, which many prompts share, stay. Nothing found is ever wrong."""
+    index = Index(max_blocks=20)
+    index.apply(batch(1, stored(CHAIN[:15])))
+    delta = index.apply(batch(2, stored(CHAIN[15:30])))
+
+    assert index.longest_prefix(pack(CHAIN)) == [Hit(LIFE, 20, pb.TIER_DEVICE)]
+    assert (index.num_blocks, index.num_cut) == (20, 10)
+    assert delta is not None
+    assert blocks(delta.changes).keys() == set(CHAIN[15:20]), "the copy is bounded too"
+    index.heartbeat(LIFE, 2, digest(CHAIN[:30]))
+    assert not index.is_drifted(LIFE), "it is known to be incomplete"
+
+
+def test_what_was_left_out_is_asked_for_when_there_is_room() -> None:
+    index = Index(max_blocks=20)
+    other = Life("w1", 1)
+    index.apply(batch(1, stored(CHAIN[50:65]), life=other))
+    index.apply(batch(1, stored(CHAIN[:15])))
+    assert not index.is_cut(LIFE)
+
+    index.retire(other)
+    index.tidy()
+    assert index.is_cut(LIFE)
+    index.restore(LIFE, 1, [Change(DEVICE_BIT, True, pack(CHAIN[:15]))])
+
+    assert not index.is_cut(LIFE)
+    assert index.longest_prefix(pack(CHAIN)) == [Hit(LIFE, 15, pb.TIER_DEVICE)]
+
+
+def test_the_dead_make_room_for_the_living() -> None:
+    """A restart of a worker that fills the index finds the index empty."""
+    index = Index(max_blocks=20)
+    for epoch in range(1, 100):
+        life = Life("w0", epoch)
+        index.apply(batch(1, stored(CHAIN[:20]), life=life))
+        index.apply(batch(2, cleared(), stored(CHAIN[20:40]), life=life))
+        assert index.longest_prefix(pack(CHAIN[20:])) == [Hit(life, 20, pb.TIER_DEVICE)]
+        assert index.longest_prefix(pack(CHAIN)) == []
+    assert index.num_cut == 0
+
+
+def test_a_fleet_larger_than_a_plane_of_seats_is_kept_apart() -> None:
+    """Also while its workers come and go."""
+    index = Index()
+    for epoch in (1, 2, 3):
+        for number in range(70):
+            life = Life(f"w{number:02}", epoch)
+            index.apply(batch(1, stored(CHAIN[: number + 1]), life=life))
+    hits = index.longest_prefix(pack(CHAIN))
+
+    assert hits == [Hit(Life(f"w{n:02}", 3), n + 1, pb.TIER_DEVICE) for n in range(70)]
 
 
 # A small world, so that every rule meets every other: two chains with one head, two workers.

@@ -17,8 +17,8 @@ async def test_more_steps_than_may_wait_are_copied_as_a_whole(redis_url: str) ->
     index = Index()
     async with aclosing(Store(redis_url)) as store:
         mirror = Mirror(index, store, check_interval_s=60)
-        for i in range(1500):
-            journal.stored(pb.TIER_HOST, [BlockHash(i.to_bytes(16, "big"))])
+        for _ in range(1500):
+            journal.stored(pb.TIER_HOST, [BlockHash(uuid.uuid4().bytes)])
             batch = journal.commit()
             assert batch is not None
             mirror.append(index.apply(batch))

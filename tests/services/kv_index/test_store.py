@@ -1,13 +1,20 @@
+import asyncio
+import ssl
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+import trustme
 from redis.asyncio import Redis
 
 from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, Life, blocks
 from services.kv_index.holdings import Delta
 from services.kv_index.store import Store, StoreAway
+from services.local.servers import free_port, redis_command
+from shared.errors import ConfigError
 from tests.local_server import LocalServer
 
 A, B, C = (letter * 16 for letter in (b"a", b"b", b"c"))
@@ -106,7 +113,7 @@ async def test_retiring_a_past_life_leaves_the_present_one(store: Store, life: L
 
 async def test_a_large_life_is_loaded_whole(store: Store, life: Life) -> None:
     """Reading goes in pieces; so must nothing be lost between them."""
-    hashes = [i.to_bytes(16, "big") for i in range(20_000)]
+    hashes = [uuid.uuid4().bytes for _ in range(20_000)]
     await store.append(Delta(life, None, 1, (on_device(*hashes),)))
 
     assert await load(store, life.worker_id) == (life, 1, dict.fromkeys(hashes, DEVICE_BIT))
@@ -148,3 +155,74 @@ async def test_a_dead_redis_is_told_at_once(redis_server: LocalServer, life: Lif
         for call in (store.load(), store.append(Delta(life, 1, 2, ())), store.sequences([])):
             with pytest.raises(StoreAway):
                 await call
+
+
+@pytest.fixture
+async def tls_port(redis_url: str, tmp_path: Path) -> AsyncIterator[int]:
+    """TLS in front of the real server, which was built without it; the CA is in `ca.pem`."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    behind = urlsplit(redis_url)
+
+    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            sink.write(data)
+            await sink.drain()
+        sink.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(behind.hostname, behind.port)
+        await asyncio.gather(pump(reader, back), pump(there, writer), return_exceptions=True)
+
+    async with await asyncio.start_server(relay, "127.0.0.1", 0, ssl=context) as server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def test_tls_is_spoken_with_those_that_the_ca_file_vouches_for(
+    tls_port: int, life: Life, tmp_path: Path
+) -> None:
+    """And with nobody else: block hashes tell who asked the same thing before."""
+    url = f"rediss://127.0.0.1:{tls_port}/0"
+    async with aclosing(Store(url, tmp_path / "ca.pem")) as store:
+        await store.append(Delta(life, 0, 1, (on_device(A, B),)))
+        assert await load(store, life.worker_id) == (life, 1, dict.fromkeys((A, B), DEVICE_BIT))
+
+    async with aclosing(Store(url)) as store:
+        with pytest.raises(StoreAway, match="certificate"):
+            await store.load()
+
+
+@pytest.mark.parametrize(
+    ("url", "ca_file"),
+    [
+        pytest.param("redis://127.0.0.1:1", "ca.pem", id="a-ca-file-without-tls"),
+        pytest.param("rediss://127.0.0.1:1", "missing.pem", id="no-ca-file"),
+        pytest.param("http://user:secret@127.0.0.1:1", None, id="another-scheme"),
+    ],
+)
+def test_settings_that_cannot_work_are_the_operators_fault(
+    url: str, ca_file: str | None, tmp_path: Path
+) -> None:
+    """Told at the start, by place and without the password."""
+    (tmp_path / "ca.pem").write_text("")
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1") as refused:
+        Store(url, tmp_path / ca_file if ca_file else None)
+
+    assert "secret" not in str(refused.value)
+
+
+async def test_a_wrong_password_is_told_without_it(life: Life, tmp_path: Path) -> None:
+    port = free_port()
+    command = [*redis_command(port, tmp_path), "--requirepass", "right"]
+    server = LocalServer(command, port, tmp_path)
+    try:
+        server.start()
+        async with aclosing(Store(f"redis://:wrong@{server.address}/0")) as store:
+            with pytest.raises(StoreAway) as refused:
+                await store.append(Delta(life, 0, 1, ()))
+        assert "wrong@" not in str(refused.value)
+        assert store.place == server.address
+    finally:
+        server.kill()

@@ -1,0 +1,72 @@
+import logging
+
+import pytest
+
+from services.kv_index.events import Life
+from services.kv_index.watch import Watch
+
+LIFE = Life("w0", 7)
+
+
+def test_a_worker_that_works_and_never_publishes_is_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Else the router is blind to it in silence (B12); the grace is for the first prompt."""
+    watch = Watch(grace_s=60)
+    watch.note(LIFE, is_working=False, is_known=False, now_s=0)
+    for now_s in (100, 130, 159):
+        watch.note(LIFE, is_working=True, is_known=False, now_s=now_s)
+    assert watch.counts["mute_workers"] == 0
+
+    for now_s in (160, 161):
+        watch.note(LIFE, is_working=False, is_known=False, now_s=now_s)
+    assert watch.counts["mute_workers"] == 1
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert "w0" in caplog.text
+
+    watch.note(LIFE, is_working=True, is_known=True, now_s=162)
+    assert watch.counts["mute_workers"] == 0
+
+
+def test_an_idle_worker_and_one_that_publishes_are_not_reported() -> None:
+    watch = Watch(grace_s=60)
+    for now_s in (0, 100, 200):
+        watch.note(LIFE, is_working=False, is_known=False, now_s=now_s)
+        watch.note(Life("w1", 1), is_working=True, is_known=True, now_s=now_s)
+
+    assert watch.counts["mute_workers"] == 0
+
+
+def test_a_life_that_is_over_is_not_mute() -> None:
+    watch = Watch(grace_s=0)
+    watch.note(LIFE, is_working=True, is_known=False, now_s=1)
+    assert watch.counts["mute_workers"] == 1
+
+    watch.forget(LIFE)
+    assert watch.counts["mute_workers"] == 0
+
+
+def test_a_refused_life_stays_out_and_its_next_one_does_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Every message left out counts; one line says why."""
+    watch = Watch(grace_s=60)
+    watch.refuse(LIFE, "hashes of 128 tokens for 1024")
+    watch.forget(LIFE)
+
+    assert watch.is_refused(LIFE)
+    assert not watch.is_refused(Life("w0", 8))
+    assert watch.counts["refused_total"] == 2
+    assert watch.counts["refused_workers"] == 1
+    assert len(caplog.records) == 1
+
+
+def test_a_digest_that_contradicts_its_own_snapshot_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch = Watch(grace_s=60)
+    for _ in range(3):
+        watch.note_doubted({LIFE})
+
+    assert watch.counts["doubted_workers"] == 1
+    assert len(caplog.records) == 1
