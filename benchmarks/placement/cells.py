@@ -14,10 +14,11 @@ from benchmarks.placement.traces import Session, Turn
 from benchmarks.placement.workload import Clocked, Lanes, Workload
 from shared.block_hash import BLOCK_TOKENS
 
-SEED = 1
+_SEED = 1
+_SEEDS_OF_WORKERS = {4: (1, 2, 3, 4), 8: (1, 2), 16: (1,)}  # few workers: luck decides more
 FLEETS = (4, 8, 16)
-# Of each prefill worker: lanes, and tokens of cache. A lane's share is 128K, 64K and 51K tokens: from
-# enough to too little. With less every policy collapses: prompts in flight alone fill the caches.
+# Of each prefill worker: lanes, and tokens of cache. A lane's share is 128K, 64K and 51K tokens:
+# from enough to too little. With less everybody collapses: prompts in flight alone fill the caches.
 LOADS = ((8, 2**20), (16, 2**20), (10, 2**19))
 _REQUEST_CACHE_TOKENS = 2**20
 PLACERS: Mapping[str, Callable[[], Placer]] = {
@@ -25,7 +26,7 @@ PLACERS: Mapping[str, Callable[[], Placer]] = {
     "round_robin": placers.round_robin,
     "least_loaded": placers.least_loaded,
     "sticky": placers.sticky,
-    "weighted": lambda: placers.weighted(SEED),
+    "weighted": lambda: placers.weighted(_SEED),
 }
 
 
@@ -35,7 +36,7 @@ class Cell:
 
     name: str
     setup: Setup
-    workload: Callable[[], Workload]
+    workloads: Sequence[Callable[[], Workload]]  # one for each seed; all count alike
 
 
 @dataclass(frozen=True)
@@ -79,31 +80,39 @@ def session_cell(
         num_warm_up=4 * num_lanes,
     )
     name = f"sessions_{num_workers}x{lanes_per_worker}_{cache_tokens // 1024}k"
-    return Cell(name, setup, lambda: Lanes(sessions, num_lanes, SEED))
+
+    def lanes(seed: int) -> Callable[[], Workload]:
+        return lambda: Lanes(sessions, num_lanes, seed)
+
+    return Cell(name, setup, [lanes(seed) for seed in _SEEDS_OF_WORKERS[num_workers]])
 
 
 def request_cell(requests: Sequence[Turn], num_workers: int) -> Cell:
     """The first half hour of single requests."""
     setup = Setup(num_workers, _REQUEST_CACHE_TOKENS, Clocked.node_tokens, 5000, 1000)
     name = f"requests_{num_workers}_{_REQUEST_CACHE_TOKENS // 1024}k"
-    return Cell(name, setup, lambda: Clocked(requests))
+    return Cell(name, setup, [lambda: Clocked(requests)])
 
 
-def outcome(cell: Cell, placer: Placer) -> Outcome:
+def outcome(cell: Cell, make: Callable[[], Placer]) -> Outcome:
     """Replay it."""
-    run = Replay(cell.setup, cell.workload(), placer).to_end()
-    counted = run.counted
-    possible = oracle_hits(run, cell.setup)
+    runs = [Replay(cell.setup, workload(), make()).to_end() for workload in cell.workloads]
+    counted = [seen for run in runs for seen in run.counted]
     prompt_tokens = sum(seen.request.turn.num_tokens for seen in counted)
     return Outcome(
         reuse=sum(seen.hit_tokens for seen in counted) / prompt_tokens,
-        oracle_reuse=sum(possible[seen.request.request_id] for seen in counted) / prompt_tokens,
+        oracle_reuse=sum(_possible_tokens(run, cell.setup) for run in runs) / prompt_tokens,
         ttft_p50_s=percentile(counted, 0.5),
         ttft_p90_s=percentile(counted, 0.9),
         ttft_p99_s=percentile(counted, 0.99),
-        busiest=_busiest(run),
-        moved_tokens=run.imported_tokens / len(run.seen),
+        busiest=sum(_busiest(run) for run in runs) / len(runs),
+        moved_tokens=sum(run.imported_tokens for run in runs) / sum(len(run.seen) for run in runs),
     )
+
+
+def _possible_tokens(run: Run, setup: Setup) -> int:
+    possible = oracle_hits(run, setup)
+    return sum(possible[seen.request.request_id] for seen in run.counted)
 
 
 def percentile(counted: Sequence[Seen], share: float) -> float:
