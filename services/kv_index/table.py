@@ -1,4 +1,4 @@
-"""The hot structure: which seats hold which block, in columns of numpy arrays. See ADR-0007.
+"""The hot structure: which seats hold which block, in columns of numpy arrays. See ADR-0008.
 
 A hash table over 16-byte hashes, laid out like Python's dict: dense entries in order of arrival,
 and a sparse array of entry numbers. Every seat has two bits of an entry's mask: device and host.

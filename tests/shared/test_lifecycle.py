@@ -107,6 +107,23 @@ async def test_readiness_tells_the_state_and_its_reason() -> None:
     assert bodiless == (200, "")
 
 
+async def test_metrics_are_told_in_prometheus_own_words() -> None:
+    """And only by a service that has some."""
+    metrics = {"farspan_kv_index_blocks": 12, "farspan_kv_index_lookups_total": 1e6}
+    async with (
+        health("127.0.0.1", 0, lambda: (True, ""), lambda: metrics) as port,
+        health("127.0.0.1", 0, lambda: (True, "")) as other,
+    ):
+        told = await get(port, "/metrics")
+        assert (await get(other, "/metrics"))[0] == 404
+
+    assert told == (
+        200,
+        "# TYPE farspan_kv_index_blocks gauge\nfarspan_kv_index_blocks 12\n"
+        "# TYPE farspan_kv_index_lookups_total counter\nfarspan_kv_index_lookups_total 1000000\n",
+    )
+
+
 async def test_the_probe_answers_while_the_loop_is_busy() -> None:
     """A long step must not get the process killed."""
     async with health("127.0.0.1", 0, lambda: (True, "ready")) as port:
