@@ -56,8 +56,12 @@ class _Timed:
 
 def measure() -> dict[str, float]:
     """The figures; half a minute on an idle machine. Needs the `bench` packages."""
-    from dynamo._core import RadixTree
-
+    try:
+        from dynamo._core import RadixTree
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            "this compares with ai-dynamo-runtime: pip install --group bench"
+        ) from error
     index, tree, chains = Index(_MAX_BLOCKS), RadixTree(), _chains()
     figures = _ingest(index, tree, chains)
     figures |= _lookup(index, tree, chains)
