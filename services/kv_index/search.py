@@ -83,8 +83,9 @@ def _reader(packed: bytes, columns: Columns, holders: Holders) -> Reader:
         while entry:
             if low[entry] == key:
                 mask = plane[entry]
-                for number, other in enumerate(further, 1):
-                    mask |= other[entry] << 64 * number
+                if further:
+                    for number, other in enumerate(further, 1):
+                        mask |= other[entry] << 64 * number
                 return holders[mask]
             at = (at + step) & last
             step += 1
