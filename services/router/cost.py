@@ -39,9 +39,13 @@ class Bid(NamedTuple):
     figures: str
 
     @property
-    def rank(self) -> tuple[bool, float, str]:
-        """Lower is better; worker ids break ties, so the choice does not depend on any order."""
-        return self.must_wait, self.cost_s, self.worker.key.worker_id
+    def rank(self) -> tuple[bool, float, int, str]:
+        """Lower is better. Of equal ones the emptiest, so that what grows finds room everywhere.
+
+        Worker ids break ties, so the choice does not depend on any order.
+        """
+        num_empty = self.worker.heartbeat.load.empty_blocks
+        return self.must_wait, self.cost_s, -num_empty, self.worker.key.worker_id
 
 
 def prefill_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates: Rates) -> Bid:

@@ -76,6 +76,17 @@ def test_a_cold_prompt_goes_where_the_oldest_blocks_lie() -> None:
     assert chosen(request(100_000), with_room)[0] == "p3", "it has empty blocks"
 
 
+def test_while_there_is_room_everywhere_the_emptiest_worker_is_filled() -> None:
+    """Filling one after another would leave its sessions no room to grow."""
+    fleet = [
+        prefill("p0", load=load(empty_blocks=8000)),
+        prefill("p1", load=load(empty_blocks=15_000)),
+        decode("d0"),
+    ]
+
+    assert chosen(request(100_000), fleet)[0] == "p1"
+
+
 def test_a_worker_whose_steps_are_small_is_not_taken_for_slow() -> None:
     """Else all cold prompts would gather where nothing hits, and drive out what did."""
     warm = prefill("p0", load=load(tokens_per_s=2000))
