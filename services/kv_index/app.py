@@ -86,7 +86,7 @@ class KvIndex:
         delta = self._index.heartbeat(life, heartbeat.event_sequence, heartbeat.block_digest)
         self._mirror.append(delta)
         self._repairs.begin_if_needed(life)
-        is_known = bool(self._index.sequences.get(life))
+        is_known = self._index.sequence(life) > 0
         load = heartbeat.load
         is_working = load.num_running > 0 or load.tokens_per_s > 0
         self._watch.note(life, is_working=is_working, is_known=is_known, now_s=now_s)

@@ -48,6 +48,11 @@ class Index:
         """The last applied batch of every worker's current life, 0 before the first."""
         return {holdings.life: holdings.sequence for holdings in self._workers.values()}
 
+    def sequence(self, life: Life) -> int:
+        """The last applied batch of a life; 0 before the first, and if it is not known."""
+        holdings = self._known(life)
+        return holdings.sequence if holdings is not None else 0
+
     @property
     def num_blocks(self) -> int:
         """Different blocks in memory."""
