@@ -73,15 +73,15 @@ def longest(packed: bytes, columns: Columns, holders: Holders) -> tuple[list[Ste
 
 def _reader(packed: bytes, columns: Columns, holders: Holders) -> Reader:
     chain = memoryview(packed).cast("Q")
-    shift, last, factor, entries, low, (plane, *further) = columns
+    shift, last, factor, entries, low, high, (plane, *further) = columns
 
     def read(place: int) -> int:
-        key = chain[2 * place]
-        at = (key * factor & _WORD) >> shift
+        first, second = chain[2 * place], chain[2 * place + 1]
+        at = ((first ^ second) * factor & _WORD) >> shift
         entry = entries[at]
         step = 1
         while entry:
-            if low[entry] == key:
+            if low[entry] == first and high[entry] == second:
                 mask = plane[entry]
                 if further:
                     for number, other in enumerate(further, 1):

@@ -24,11 +24,12 @@ _AT_ONCE = 8192  # entries moved at once: more would leave the cache
 class Columns(NamedTuple):
     """What a scalar search reads: plain integers, no array in between."""
 
-    shift: int  # a key's home is its first word times `factor`, modulo 2**64, shifted by this
+    shift: int  # a key's home is both words XORed, times `factor`, modulo 2**64, shifted by this
     last: int  # the last place of `entries`
     factor: int
     entries: memoryview  # 0: nothing was ever here
-    low: memoryview  # a key's first word: enough to tell blocks apart where a hint is wanted
+    low: memoryview  # a key's two words
+    high: memoryview
     planes: list[memoryview]  # of masks
 
 
@@ -146,6 +147,7 @@ class Table:
             int(self._factor),
             self._entries.data,
             self._low.data,
+            self._high.data,
             [plane.data for plane in self._planes],
         )
 
@@ -161,7 +163,7 @@ class Table:
 
     def _settle(self, entries: I64) -> None:
         """Give a place to entries whose keys are different and have none."""
-        at = self._home(self._low[entries])
+        at = self._home(self._low[entries], self._high[entries])
         step = 0
         while entries.size:
             at = (at + step) & self._last
@@ -172,12 +174,12 @@ class Table:
             at, entries = at[~is_settled], entries[~is_settled]
             step += 1
 
-    def _home(self, low: U64) -> I64:
-        return ((low * self._factor) >> self._shift).view(np.int64)
+    def _home(self, low: U64, high: U64) -> I64:
+        return (((low ^ high) * self._factor) >> self._shift).view(np.int64)
 
     def _find(self, low: U64, high: U64) -> tuple[I64, U32, Flags]:
         """For every key the place and the entry at which its search ended, and if it is there."""
-        at = self._home(low)
+        at = self._home(low, high)
         entries = self._entries.take(at)
         is_there = self._has(entries, low, high)
         todo = np.flatnonzero((entries != 0) & ~is_there)

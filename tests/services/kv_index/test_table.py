@@ -7,8 +7,12 @@ from hypothesis import strategies as st
 
 from services.kv_index.table import Changed, Table
 
-# Half of the keys agree in their first word: such blocks share a home and part at the second.
-KEYS = [bytes([i // 2, 0, 0, 0, 0, 0, 0, 0, i % 2, 0, 0, 0, 0, 0, 0, 0]) for i in range(24)]
+# Their words' XOR is 0 or 1, so all share two homes; and half of them a first word.
+KEYS = [
+    word.to_bytes(8, "little") + (word ^ i).to_bytes(8, "little")
+    for word in range(12)
+    for i in (0, 1)
+]
 SEATS = [0, 1, 31, 40]  # the last one stands in the second plane
 STEPS = st.lists(
     st.tuples(
