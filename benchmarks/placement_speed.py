@@ -84,11 +84,9 @@ async def _latencies_ms(config: RouterConfig) -> list[float]:
         while True:
             for heartbeat in _heartbeats():
                 await router.on_heartbeat(heartbeat)
-                await asyncio.sleep(_BEAT_S / NUM_WORKERS / 2)
+            await asyncio.sleep(_BEAT_S)
 
     async with app.serve(config) as router:
-        for heartbeat in _heartbeats():
-            await router.on_heartbeat(heartbeat)
         loop = asyncio.get_running_loop()
         beating = asyncio.create_task(beat(router))
         count = _WARM_UP + _SECONDS * PLACEMENTS_PER_S
