@@ -71,14 +71,11 @@ async def _latencies_ms(config: RouterConfig) -> list[float]:
     chains, latencies_ms = _chains(), []
 
     async def one(router: Router, number: int, due_s: float) -> None:
-        await asyncio.sleep(due_s - loop.time())
         reply = await router.place(pb.PlaceRequest.FromString(messages[number]))
         if not reply.HasField("placement") or not reply.SerializeToString():
             raise AssertionError(f"not placed: {reply}")
         if number >= _WARM_UP:
             latencies_ms.append(1e3 * (loop.time() - due_s))
-        await asyncio.sleep(_REQUEST_S)
-        await router.on_ended(pb.PlacementEnded(request_id=str(number)))
 
     async def beat(router: Router) -> None:
         while True:
@@ -92,9 +89,14 @@ async def _latencies_ms(config: RouterConfig) -> list[float]:
         count = _WARM_UP + _SECONDS * PLACEMENTS_PER_S
         messages = [_message(number, chains[number % _NUM_PROMPTS]) for number in range(count)]
         start_s = loop.time() + 0.5
+        num_open = int(_REQUEST_S * PLACEMENTS_PER_S)
         async with asyncio.TaskGroup() as requests:
             for number in range(count):
-                requests.create_task(one(router, number, start_s + number / PLACEMENTS_PER_S))
+                due_s = start_s + number / PLACEMENTS_PER_S
+                await asyncio.sleep(due_s - loop.time())
+                requests.create_task(one(router, number, due_s))
+                if number >= num_open:
+                    await router.on_ended(pb.PlacementEnded(request_id=str(number - num_open)))
         beating.cancel()
     return latencies_ms
 
