@@ -1,8 +1,9 @@
 """The promises of all routers in Redis: the only place here that knows it.
 
 farspan:router:v1:state         hash    "life" a random word, "version" its number of steps
-farspan:router:v1:log           stream  8,192 entries <version>-0: "+", request id, its workers, its
-                                        first block hash; or "-", request id
+farspan:router:v1:log           stream  8,192 entries <version>-0: "+", request id, its workers;
+                                        or "-", request id
+farspan:router:v1:turn          string  the router that lost too often: others wait, 0.1 s at most
 farspan:router:v1:open          zset    request id by the end of its lease, for routers that start
 farspan:router:v1:promise:{id}  string  15 digits of its making, a Reservation; has its lease
 farspan:router:v1:prefix:{id}   string  the prompt's block hashes, while the index may not know them
@@ -24,21 +25,27 @@ from redis.exceptions import RedisError
 from shared import farspan_pb2 as pb
 from shared.errors import ConfigError
 
-_KEYS = ("farspan:router:v1:state", "farspan:router:v1:log", "farspan:router:v1:open")
+_KEYS = (
+    "farspan:router:v1:state",
+    "farspan:router:v1:log",
+    "farspan:router:v1:open",
+    "farspan:router:v1:turn",
+)
 _MADE_DIGITS = 15
 _MAX_LEASE_MS = 24 * 3600 * 1000
 MAX_ENDED = 512  # in one step
 
 # One step: tell what the caller does not know yet, then write what it did. A promise is written
 # only if the caller knew every other one that could have changed its choice: those at its two
-# workers, and those to prompts that begin alike. All others make workers dearer that it did not
-# choose. So routers decide as one would. The end of a promise makes room and can be told late.
+# workers, and those that compute the first block that it has to compute. Others make workers
+# dearer that it did not choose. So routers decide as one would, and who loses again and again gets
+# a turn. The end of a promise makes room and can be told late.
 # After a flush the state has another life. Who hears all at once hears no hashes: they may be many,
 # and of use for seconds only.
 _STEP = """
 local function promise(id) return 'farspan:router:v1:promise:' .. id end
 local function prefix(id) return 'farspan:router:v1:prefix:' .. id end
-local state, log, open = KEYS[1], KEYS[2], KEYS[3]
+local state, log, open, turn = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local life = redis.call('HGET', state, 'life')
@@ -55,11 +62,12 @@ local function tell(id, hashes)
   local data = redis.call('GET', promise(id))
   if data then news[#news + 1] = {'+', id, data, hashes or ''} end
 end
-local num_made = tonumber(ARGV[5])
-local function is_near(prefill, decode, first)
+local mode, me, num_made, place = ARGV[4], ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7]) * 16
+local function is_near(prefill, decode, hashes)
   if num_made == 0 then return false end
-  return prefill == ARGV[7] or decode == ARGV[8]
-    or first ~= '' and first == string.sub(ARGV[12], 1, 16)
+  local own = string.sub(ARGV[14], place + 1, place + 16)
+  return prefill == ARGV[9] or decode == ARGV[10]
+    or own ~= '' and hashes and own == string.sub(hashes, place + 1, place + 16)
 end
 local is_whole = ARGV[2] ~= life or known > version
 if not is_whole and known < version then
@@ -73,8 +81,9 @@ if not is_whole and known < version then
       if kind == '-' then
         news[#news + 1] = {'-', id}
       else
-        tell(id, redis.call('GET', prefix(id)))
-        is_behind = is_behind or is_near(fields[3], fields[4], fields[6])
+        local hashes = redis.call('GET', prefix(id))
+        tell(id, hashes)
+        is_behind = is_behind or is_near(fields[3], fields[4], hashes)
       end
     end
   end
@@ -90,8 +99,11 @@ local function note(...)
   redis.call('HSET', state, 'version', version)
   redis.call('XADD', log, 'MAXLEN', '~', 8192, string.format('%d-0', version), ...)
 end
-local is_written = ARGV[4] == 'always' or not is_behind
-local at = 6
+if mode == 'insist' then redis.call('SET', turn, me, 'NX', 'PX', 100) end
+local whose = redis.call('GET', turn)
+local is_written = mode == 'always' or not is_behind and (not whose or whose == me)
+if is_written and whose == me then redis.call('DEL', turn) end
+local at = 8
 for _ = 1, num_made do
   local id, prefill, decode, lease, data, prefix_ms, hashes = unpack(ARGV, at, at + 6)
   at = at + 7
@@ -99,12 +111,12 @@ for _ = 1, num_made do
     redis.call('SET', promise(id), string.format('%015d', now) .. data, 'PX', lease)
     if hashes ~= '' then redis.call('SET', prefix(id), hashes, 'PX', prefix_ms) end
     redis.call('ZADD', open, now + lease, id)
-    note('+', id, prefill, decode, 'first', string.sub(hashes, 1, 16))
+    note('+', id, prefill, decode)
   end
 end
 if num_made > 0 then redis.call('ZREMRANGEBYSCORE', open, '-inf', now) end
-for place = at, #ARGV do
-  local id = ARGV[place]
+for each = at, #ARGV do
+  local id = ARGV[each]
   if redis.call('DEL', promise(id)) == 1 then
     redis.call('DEL', prefix(id))
     redis.call('ZREM', open, id)
@@ -163,6 +175,7 @@ class Ledger:
             raise ConfigError(f"no Redis can be at {_place(url)}: {error}") from error
         self._step = self._redis.register_script(_STEP)
         self._timeout_s = timeout_s
+        self._id = uuid.uuid4().hex
         self._life = b""
         self._version = 0
 
@@ -170,21 +183,36 @@ class Ledger:
         """Close the connections."""
         await self._redis.aclose()
 
-    async def make(self, entry: Entry, ended: Sequence[str] = ()) -> News:
-        """Write a promise if none near it was made since the last step, and end others anyway."""
-        return await self._run("if-current", [entry], ended)
+    async def make(
+        self,
+        entry: Entry,
+        ended: Sequence[str] = (),
+        *,
+        num_hit_blocks: int = 0,
+        is_insisting: bool = False,
+    ) -> News:
+        """Write a promise if none near it was made since the last step, and end others anyway.
+
+        Who insists is first next time.
+        """
+        mode = "insist" if is_insisting else "if-current"
+        return await self._run(mode, [entry], ended, num_hit_blocks)
 
     async def exchange(self, made: Sequence[Entry], ended: Sequence[str]) -> News:
         """Write promises in any case, end others, and hear what is new."""
         return await self._run("always", made, ended)
 
-    async def _run(self, mode: str, made: Sequence[Entry], ended: Sequence[str]) -> News:
+    async def _run(
+        self, mode: str, made: Sequence[Entry], ended: Sequence[str], num_hit_blocks: int = 0
+    ) -> News:
         arguments: list[str | bytes | int] = [
             uuid.uuid4().hex,
             self._life or "none",
             self._version,
             mode,
+            self._id,
             len(made),
+            num_hit_blocks,
         ]
         for entry in made:
             arguments += _fields(entry)

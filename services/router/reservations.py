@@ -6,6 +6,7 @@ knows and promises; it tells the ledger later.
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from services.router.ledger import MAX_ENDED, Entry, Ledger, LedgerAway, News
 from services.router.policy import Decision
 from services.router.promises import Promise, Promises, prefix_s
 from shared import farspan_pb2 as pb
+from shared.block_hash import BLOCK_TOKENS
 from shared.errors import Overloaded
 
 logger = logging.getLogger(__name__)
@@ -23,6 +25,8 @@ _STEP_S = 0.25  # what others do is heard this often when there is nothing to de
 _RETRY_S = 0.5
 _GATHER_S = 0.02  # ends are told together, or with the next promise
 _CONFLICT_S = 1.0  # the gateway asks again after two
+_PATIENCE = 3  # decisions lost to other routers before this one insists on a turn
+_TURN_S = 0.002
 _BATCH = 16  # promises told in one step: with their hashes they may be 4 MB
 _MAX_ENDED = 100_000  # kept for Redis to come back; what is beyond ends with its lease
 
@@ -53,16 +57,19 @@ class Reservations:
         """
         async with self._turn:
             give_up_s = self._clock() + _CONFLICT_S
-            while True:
+            for num_lost in itertools.count():
                 decision = decide()
                 promise = self._promises.make(request, decision, lifetime_s)
-                if await self._is_told(promise):
+                if await self._is_told(promise, decision, num_lost > _PATIENCE):
                     return decision
                 self._promises.withdraw(promise.request_id)
                 self._untold.discard(promise.request_id)
                 self.num_conflicts += 1
                 if self._clock() > give_up_s:
-                    raise Overloaded("the routers could not agree in time")
+                    break
+                if num_lost > _PATIENCE:
+                    await asyncio.sleep(_TURN_S)  # it may be another's turn
+            raise Overloaded("the routers could not agree in time")
 
     def end(self, request_id: str) -> None:
         """The request is over: its promise goes, here and in the ledger."""
@@ -100,14 +107,19 @@ class Reservations:
                         await self._work.wait()
                 await asyncio.sleep(_GATHER_S)
 
-    async def _is_told(self, promise: Promise) -> bool:
+    async def _is_told(self, promise: Promise, decision: Decision, is_insisting: bool) -> bool:
         """False if others have promised something that this decision did not know."""
         if self._ledger is None or self._promises.has_ended(promise.request_id):
             return True
         if not self.away_reason:
             ended = list(self._ended)[:MAX_ENDED]
             try:
-                news = await self._ledger.make(_entry(promise), ended)
+                news = await self._ledger.make(
+                    _entry(promise),
+                    ended,
+                    num_hit_blocks=decision.placement.prefill_hit_tokens // BLOCK_TOKENS,
+                    is_insisting=is_insisting,
+                )
             except LedgerAway as error:
                 self._note_away(str(error))
             else:

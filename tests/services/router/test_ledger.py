@@ -2,6 +2,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,7 @@ async def test_a_promise_made_without_knowing_anothers_is_not_written(
         pytest.param(("p1", "d1"), 99, True, id="elsewhere"),
         pytest.param(("p0", "d1"), 99, False, id="same-prefill"),
         pytest.param(("p1", "d0"), 99, False, id="same-decode"),
-        pytest.param(("p1", "d1"), 0, False, id="same-first-block"),
+        pytest.param(("p1", "d1"), 0, False, id="same-next-block"),
     ],
 )
 async def test_what_could_not_have_changed_the_choice_is_no_conflict(
@@ -126,6 +127,43 @@ async def test_an_end_is_heard_and_does_not_make_others_decide_again(
 
     assert news.is_written
     assert ids(news.changes) == ["a"]
+
+
+async def test_who_loses_again_and_again_gets_a_turn(ledger: Ledger, other: Ledger) -> None:
+    """Else a faster router could keep a slower one from ever placing anything."""
+    await ledger.exchange([], [])
+    await other.exchange([], [])
+    await ledger.make(entry("a"))
+
+    assert not (await other.make(entry("b"), is_insisting=True)).is_written
+    assert not (await ledger.make(entry("c"))).is_written, "it is the other's turn"
+    assert (await other.make(entry("b"))).is_written
+    assert not (await ledger.make(entry("c"))).is_written, "it has to know of b first"
+    assert (await ledger.make(entry("c"))).is_written
+
+
+async def test_a_turn_that_is_not_taken_is_over_soon(ledger: Ledger, other: Ledger) -> None:
+    """The router that had it may have died."""
+    await ledger.exchange([], [])
+    await other.exchange([], [])
+    await ledger.make(entry("a"))
+    await other.make(entry("b"), is_insisting=True)
+    await asyncio.sleep(0.15)
+
+    assert (await ledger.make(entry("c"))).is_written
+
+
+async def test_a_prefix_that_is_there_already_is_no_reason_to_decide_again(
+    ledger: Ledger, other: Ledger
+) -> None:
+    """Most prompts begin with the same instructions; what follows is what must be computed."""
+    await ledger.exchange([], [])
+    await other.exchange([], [])
+    alike = replace(entry("a"), block_hashes=chain(10) + chain(5, first=99))
+    await ledger.make(alike)
+    elsewhere = entry("b", workers=("p1", "d1"))
+
+    assert (await other.make(elsewhere, num_hit_blocks=10)).is_written
 
 
 async def test_ends_are_told_with_the_next_promise_also_if_it_is_not_written(
