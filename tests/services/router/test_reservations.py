@@ -126,6 +126,22 @@ async def test_a_burst_over_two_routers_goes_together(url: str) -> None:
         assert sides[0].promised("d0") == sides[1].promised("d0")
 
 
+async def test_no_router_is_kept_from_placing_by_the_others(url: str) -> None:
+    """All decide about the same worker as fast as they can; who loses too often gets a turn."""
+    fleet = [prefill("p0").heartbeat, decode("d0").heartbeat]
+
+    async def place_all(side: RouterSide, who: int) -> None:
+        for number in range(50):
+            await side.place(request(request_id=f"{who}-{number}"))
+            side.reservations.end(f"{who}-{number}")
+
+    async with routers(url, fleet, num_routers=3) as sides:
+        await asyncio.gather(*(place_all(side, who) for who, side in enumerate(sides)))
+        await until(lambda: not any(len(side.promises) for side in sides))
+
+        assert [side.reservations.num_unshared for side in sides] == [0, 0, 0]
+
+
 async def test_500_aborts_at_two_routers_leave_nothing(url: str) -> None:
     """Whoever hears of the end, and how often, nothing stays: neither here nor there (C1)."""
     async with routers(url, small_fleet()) as sides:
