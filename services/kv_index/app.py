@@ -155,15 +155,12 @@ def answer(index: Index, query: pb.PrefixQuery) -> pb.PrefixHits:
             num_workers=len(found),
             hit_blocks=max((hit.num_blocks for hit in found), default=0),
         )
-    hits = [
-        pb.PrefixHit(
-            worker=pb.WorkerRef(worker_id=life.worker_id, epoch=life.epoch),
-            tier=tier,
-            num_blocks=num_blocks,
-        )
-        for life, num_blocks, tier in found
-    ]
-    return pb.PrefixHits(hits=hits)
+    hits = pb.PrefixHits()
+    for life, num_blocks, tier in found:  # field by field: twice as fast as by constructors
+        hit = hits.hits.add()
+        hit.worker.worker_id, hit.worker.epoch = life
+        hit.num_blocks, hit.tier = num_blocks, tier
+    return hits
 
 
 @asynccontextmanager

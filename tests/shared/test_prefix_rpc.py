@@ -37,21 +37,39 @@ async def test_a_query_is_answered_inside_the_askers_trace(tmp_path: Path) -> No
     assert server["parent_id"] == client_span["span_id"]
 
 
-async def test_a_million_token_prompt_fits_in_a_query() -> None:
-    """16,384 hashes are 256 KiB; gRPC's own limit is 4 MiB."""
+@pytest.mark.parametrize(
+    ("num_blocks", "num_held", "expected"),
+    [
+        pytest.param(4095, 1001, 1001, id="exact"),
+        pytest.param(4096, 1001, 1000, id="every-second"),
+        pytest.param(16_384, 16_383, 16_376, id="every-eighth"),
+        pytest.param(16_384, 16_384, 16_384, id="whole"),
+        pytest.param(16_391, 16_391, 16_384, id="with-a-rest"),
+    ],
+)
+async def test_a_hit_of_a_very_long_prompt_loses_less_than_a_2048th_of_it(
+    num_blocks: int, num_held: int, expected: int
+) -> None:
+    """A hash stands for all before it, so fewer of them say the same, and sooner."""
+    hashes = [place.to_bytes(16, "little") for place in range(num_blocks)]
+    held = set(hashes[:num_held])
     sizes: list[int] = []
 
     def answer(query: pb.PrefixQuery) -> pb.PrefixHits:
-        sizes.append(len(query.block_hashes))
-        return HITS
+        asked = [query.block_hashes[at : at + 16] for at in range(0, len(query.block_hashes), 16)]
+        sizes.append(len(asked))
+        return pb.PrefixHits(hits=[pb.PrefixHit(num_blocks=sum(key in held for key in asked))])
 
     async with (
         prefix_rpc.serve("127.0.0.1:0", answer) as port,
         prefix_rpc.connect(f"127.0.0.1:{port}") as client,
     ):
-        await client.longest_prefix(pb.PrefixQuery(block_hashes=bytes(16 * 16_384)), timeout_s=5)
+        query = pb.PrefixQuery(block_hashes=b"".join(hashes))
+        answered = await client.longest_prefix(query, timeout_s=5)
 
-    assert sizes == [16 * 16_384]
+    assert answered.hits[0].num_blocks == expected
+    assert sizes[0] < 4096
+    assert len(query.block_hashes) == 16 * num_blocks, "the caller's query is not touched"
 
 
 async def test_nobody_there_and_a_refused_query_are_told() -> None:
