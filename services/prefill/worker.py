@@ -91,6 +91,8 @@ class Worker:
             free_blocks=self._allocator.num_free,
             total_blocks=self._allocator.num_blocks,
             tokens_per_s=self._throughput.tokens_per_s,
+            eviction_age_s=self._allocator.eviction_age_s,
+            empty_blocks=self._allocator.num_empty,
         )
 
     async def run(self) -> None:

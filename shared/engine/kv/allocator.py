@@ -4,8 +4,9 @@ Plain Python on plain data; knows no tensors and no bus. A block id covers `64 *
 effective block), but content is addressed, and found, in 64-token steps. Owned by the step thread.
 """
 
+import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
@@ -79,11 +80,14 @@ class BlockAllocator:
     a chain always loses its tail before its head: presence along a chain is monotone.
     """
 
-    def __init__(self, num_blocks: int, *, ranks: int = 1) -> None:
+    def __init__(
+        self, num_blocks: int, *, ranks: int = 1, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._blocks = [_Block() for _ in range(num_blocks)]
         self._ranks = ranks
+        self._clock = clock
         self._free = deque(BlockId(block) for block in range(num_blocks))
-        self._cached: OrderedDict[BlockId, None] = OrderedDict()  # oldest first
+        self._cached: OrderedDict[BlockId, float] = OrderedDict()  # since when; oldest first
         self._copies_of: dict[BlockHash, list[BlockId]] = {}
         self._live: dict[Allocation, list[BlockId]] = {}  # and the copy sources each one pins
         self._events: list[CacheEvent] = []
@@ -102,6 +106,17 @@ class BlockAllocator:
     def num_free(self) -> int:
         """Blocks an allocation can get: the free ones and the cached ones."""
         return len(self._free) + len(self._cached)
+
+    @property
+    def num_empty(self) -> int:
+        """Those of the free blocks that hold nothing."""
+        return len(self._free)
+
+    @property
+    def eviction_age_s(self) -> float:
+        """For how long the cached block that is taken first was not used; 0 if none is cached."""
+        since_s = next(iter(self._cached.values()), None)
+        return 0.0 if since_s is None else self._clock() - since_s
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks num_tokens need."""
@@ -273,7 +288,7 @@ class BlockAllocator:
         if state.references > 0:
             return
         if state.hashes:
-            self._cached[block] = None
+            self._cached[block] = self._clock()
         else:
             self._free.append(block)
 

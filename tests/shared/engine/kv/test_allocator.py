@@ -143,6 +143,20 @@ def test_the_least_recently_used_chain_goes_first() -> None:
     assert allocator.hit_tokens(1000, chain("b")) == 0
 
 
+def test_the_age_of_what_goes_first_and_the_empty_blocks_are_told() -> None:
+    """A router sends new prompts where they drive out the oldest blocks, or none."""
+    now_s = [100.0]
+    allocator = BlockAllocator(10, clock=lambda: now_s[0])
+    assert (allocator.eviction_age_s, allocator.num_empty) == (0, 10)
+    store(allocator, "aa")
+    now_s[0] = 130.0
+    store(allocator, "bb")
+
+    assert (allocator.eviction_age_s, allocator.num_empty) == (30, 6)
+    store(allocator, "aa")
+    assert allocator.eviction_age_s == 0, "all of it was used just now"
+
+
 def test_only_the_loss_of_the_last_copy_is_told() -> None:
     """Two sequences computed the same block at once; one copy's end does not end the hits."""
     allocator = BlockAllocator(4)
