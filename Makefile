@@ -1,7 +1,7 @@
 # Every command there is. `make` lists them.
 BIN := .venv/bin
 ARGS ?=
-BENCHMARKS := cpu_engine passkeys
+BENCHMARKS := cpu_engine passkeys shared_promises
 
 .DEFAULT_GOAL := help
 .PHONY: help serve chat status setup setup-dev test check fmt proto bench clean
