@@ -89,9 +89,13 @@ class DecodeKv:
         self._plans = [rows.plan for rows in resolved]
 
     def _choose(self, layer: int, queries: Queries) -> torch.Tensor:  # [n, width] int64, -1 = none
-        """Each row's positions: all of them while they are at most top-k, else the best."""
+        """Each row's positions: all of them while they are at most top-k, else the best.
+
+        Always top-k wide: with another width softmax and values add up in another order, and an
+        answer would depend on who decodes beside it.
+        """
         longest = max(row.position for row in self._rows) + 1
-        width = min(self._attention.index_topk, longest)
+        width = self._attention.index_topk
         places = torch.arange(self._first_position, self._first_position + width)
         chosen = torch.where(places <= self._positions[:, None], places, -1)
         long = [n for n, row in enumerate(self._rows) if self._has_choice(row)]

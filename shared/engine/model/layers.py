@@ -15,6 +15,40 @@ from shared.engine.model.config import AttentionConfig
 _KEY_NORM_EPS = 1e-6  # the indexer's LayerNorm, fixed in every implementation
 
 
+# torch's CPU products add up in another order for fewer rows than this, unless a multiple of
+# four (docs/LOG.md, 2026-11-30).
+_STEADY_ROWS = 12
+_ROW_STEP = 4
+
+
+def project(
+    rows: torch.Tensor,  # [n, in]
+    weight: torch.Tensor,  # [out, in]
+) -> torch.Tensor:  # [n, out]
+    """rows @ weight.T, where a row's bits do not depend on how many rows stand beside it."""
+    return (_steady(rows) @ weight.T)[: len(rows)]
+
+
+def whole_rows(rows: torch.Tensor) -> torch.Tensor:
+    """The rows, and zero rows up to a multiple of four."""
+    num_missing = -len(rows) % _ROW_STEP
+    if not num_missing:
+        return rows
+    return torch.cat((rows, rows.new_zeros((num_missing, *rows.shape[1:]))))
+
+
+def _steady(rows: torch.Tensor) -> torch.Tensor:
+    return whole_rows(rows) if len(rows) < _STEADY_ROWS else rows
+
+
+def _project_heads(
+    rows: torch.Tensor,  # [n, heads, in]
+    weights: torch.Tensor,  # [heads, in, out]
+) -> torch.Tensor:  # [n, heads, out]
+    """Each head's product with its own matrix; bits as in `project`."""
+    return torch.bmm(_steady(rows).transpose(0, 1), weights).transpose(0, 1)[: len(rows)]
+
+
 class Rope:
     """Cosines and sines of positions, computed as every serving stack does: fp32 position x fp32
     frequency.
@@ -94,13 +128,13 @@ def project_kv(
     eps: float,
 ) -> NewKv:
     """The latent row, and for an index owner its key."""
-    latent = hidden @ weights.kv_a.T
+    latent = project(hidden, weights.kv_a)
     normed = rms_norm(latent[:, : config.kv_lora_rank], weights.kv_a_norm, eps)
     rotated = rotate(latent[:, config.kv_lora_rank :], angles)
     index_key = None
     if weights.indexer is not None:
         index_key = F.layer_norm(
-            hidden @ weights.indexer.key.T,
+            project(hidden, weights.indexer.key),
             (config.index_dim,),
             weights.indexer.key_norm,
             weights.indexer.key_norm_bias,
@@ -118,25 +152,23 @@ def project_queries(
     eps: float,
 ) -> Queries:
     """Queries absorbed into the latent space, and for an index owner its query and head weights."""
-    query_latent = rms_norm(hidden @ weights.q_a.T, weights.q_a_norm, eps)
-    query = (query_latent @ weights.q_b.T).unflatten(1, (config.num_heads, -1))
+    query_latent = rms_norm(project(hidden, weights.q_a), weights.q_a_norm, eps)
+    query = project(query_latent, weights.q_b).unflatten(1, (config.num_heads, -1))
     nope, rope = query[..., : config.nope_dim], query[..., config.nope_dim :]
     # Copied into place: joining a transposed tensor with another takes ten times as long.
     absorbed = query.new_empty((*query.shape[:2], config.kv_lora_rank + config.rope_dim))
-    absorbed[..., : config.kv_lora_rank] = torch.bmm(
-        nope.transpose(0, 1), weights.key_up
-    ).transpose(0, 1)
+    absorbed[..., : config.kv_lora_rank] = _project_heads(nope, weights.key_up)
     absorbed[..., config.kv_lora_rank :] = rotate(rope, angles)
     index_query, index_weights = None, None
     if weights.indexer is not None:
-        index_query = (query_latent @ weights.indexer.query.T).unflatten(
+        index_query = project(query_latent, weights.indexer.query).unflatten(
             1, (config.index_heads, -1)
         )
         index_query = _rotate_start(index_query, config.rope_dim, angles)
         # Both factors of the score's scale ride on the head weights; they are positive, so ReLU
         # commutes with them.
         scale = config.index_heads**-0.5 * config.index_dim**-0.5
-        index_weights = (hidden @ weights.indexer.head_weights.T).float() * scale
+        index_weights = project(hidden, weights.indexer.head_weights).float() * scale
     return Queries(absorbed, index_query, index_weights)
 
 
@@ -149,8 +181,8 @@ def merge_heads(
     attended: torch.Tensor,  # [n, heads, kv_lora_rank]
 ) -> torch.Tensor:  # [n, hidden]
     """Attention's output: each head's value up-projection, then the output projection."""
-    values = torch.bmm(attended.transpose(0, 1), weights.value_up).transpose(0, 1)
-    return values.flatten(1) @ weights.out.T
+    values = _project_heads(attended, weights.value_up)
+    return project(values.flatten(1), weights.out)
 
 
 def rms_norm(
@@ -172,5 +204,5 @@ class MlpWeights:
 
 def mlp(weights: MlpWeights, hidden: torch.Tensor) -> torch.Tensor:
     """down(silu(gate(x)) * up(x))."""
-    gate, up = (hidden @ weights.gate_up.T).chunk(2, -1)
-    return (F.silu(gate) * up) @ weights.down.T
+    gate, up = project(hidden, weights.gate_up).chunk(2, -1)
+    return project(F.silu(gate) * up, weights.down)

@@ -11,7 +11,7 @@ import torch
 
 from shared.engine.comm import RankGroup
 from shared.engine.model.config import MoeConfig
-from shared.engine.model.layers import MlpWeights, mlp
+from shared.engine.model.layers import MlpWeights, mlp, whole_rows
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ def route(
     hidden: torch.Tensor,  # [n, hidden]
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [n, k] int64 expert ids, [n, k] fp32 gates
     """Each token's experts and their weights, computed in fp32."""
-    scores = torch.sigmoid(hidden.float() @ weights.router.T)
+    # Whole vectors of scores: torch computes what is left over with another exp.
+    scores = torch.sigmoid(whole_rows(hidden.float()) @ weights.router.T)[: len(hidden)]
     choice = (scores + weights.correction_bias).topk(config.num_experts_per_token, -1).indices
     gates = scores.gather(1, choice)
     gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)

@@ -19,6 +19,7 @@ from shared.engine.model.layers import (
     Rope,
     merge_heads,
     mlp,
+    project,
     project_kv,
     project_queries,
     rms_norm,
@@ -138,14 +139,14 @@ class Transformer:
         weights, eps = self.weights.mtp, self.config.rms_norm_eps
         embedded = rms_norm(self.weights.embedding[token_ids], weights.embedding_norm, eps)
         carried = rms_norm(previous_hidden, weights.hidden_norm, eps)
-        return torch.cat((embedded, carried), -1) @ weights.projection.T
+        return project(torch.cat((embedded, carried), -1), weights.projection)
 
     def logits(
         self,
         hidden: torch.Tensor,  # [n, hidden] after a final norm
     ) -> torch.Tensor:  # [n, vocab] fp32
         """Scores of the next token."""
-        return (hidden @ self.weights.head.T).float()
+        return project(hidden, self.weights.head).float()
 
     def _layer(
         self,

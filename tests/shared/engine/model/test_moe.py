@@ -100,10 +100,11 @@ def test_one_rank_computes_the_definition() -> None:
     out = moe(weights, CONFIG, hidden, num_replicated=9, padded_len=0, group=RankGroup())
 
     for row in range(9):
-        expected = mlp(weights.shared_expert, hidden[row])
+        alone = hidden[row : row + 1]
+        expected = mlp(weights.shared_expert, alone)
         for expert, gate in zip(choice[row].tolist(), gates[row], strict=True):
-            expected = expected + gate * mlp(weights.experts[expert], hidden[row])
-        torch.testing.assert_close(out[row], expected, atol=1e-4, rtol=1e-4)
+            expected = expected + gate * mlp(weights.experts[expert], alone)
+        torch.testing.assert_close(out[row : row + 1], expected, atol=1e-4, rtol=1e-4)
 
 
 @given(num_experts=st.integers(1, 300), size=st.integers(1, 16))
