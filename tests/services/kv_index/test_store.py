@@ -1,13 +1,9 @@
-import asyncio
-import ssl
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
-import trustme
 from redis.asyncio import Redis
 
 from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, Life, blocks
@@ -16,6 +12,7 @@ from services.kv_index.store import Store, StoreAway
 from services.local.servers import free_port, redis_command
 from shared.errors import ConfigError
 from tests.local_server import LocalServer
+from tests.tls_front import tls_front
 
 A, B, C = (letter * 16 for letter in (b"a", b"b", b"c"))
 EPOCH = 1_790_000_000_123_456_789  # as in production: beyond 2**53
@@ -160,24 +157,8 @@ async def test_a_dead_redis_is_told_at_once(redis_server: LocalServer, life: Lif
 @pytest.fixture
 async def tls_port(redis_url: str, tmp_path: Path) -> AsyncIterator[int]:
     """TLS in front of the real server, which was built without it; the CA is in `ca.pem`."""
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    authority.issue_cert("127.0.0.1").configure_cert(context)
-    behind = urlsplit(redis_url)
-
-    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        while data := await source.read(65536):
-            sink.write(data)
-            await sink.drain()
-        sink.close()
-
-    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(behind.hostname, behind.port)
-        await asyncio.gather(pump(reader, back), pump(there, writer), return_exceptions=True)
-
-    async with await asyncio.start_server(relay, "127.0.0.1", 0, ssl=context) as server:
-        yield server.sockets[0].getsockname()[1]
+    async with tls_front(redis_url, tmp_path / "ca.pem") as port:
+        yield port
 
 
 async def test_tls_is_spoken_with_those_that_the_ca_file_vouches_for(
