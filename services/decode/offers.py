@@ -10,17 +10,7 @@ from services.decode.answer import longest_answer
 from shared import farspan_pb2 as pb
 from shared.block_hash import BLOCK_TOKENS, HASH_BYTES, token_ids
 from shared.errors import BadRequest, DeadlineExceeded, TooLong, WorkerLost
-
-# What must be equal on both sides; ranks and interleave are the sender's own.
-_SHARED_FIELDS = (
-    "model_fingerprint",
-    "kv_format",
-    "block_tokens",
-    "num_mla_layers",
-    "num_index_layers",
-    "row_bytes",
-    "index_page_bytes",
-)
+from shared.layout_key import LayoutKey
 
 
 @dataclass(frozen=True)
@@ -53,7 +43,7 @@ def check(offer: pb.HandoffOffer, terms: Terms, now_unix_ms: float) -> None:
 
 
 def _check_layout(offered: pb.KvLayout, own: pb.KvLayout) -> None:
-    for name in _SHARED_FIELDS:
+    for name in LayoutKey._fields:
         if getattr(offered, name) != getattr(own, name):
             raise WorkerLost(
                 f"KV with {name}={getattr(offered, name)} cannot be used where it is"

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shared import farspan_pb2 as pb
+from shared.layout_key import LayoutKey, layout_key
 
 _ROLE_NAMES = ((pb.ROLE_PREFILL, "prefill"), (pb.ROLE_DECODE, "decode"))
 
@@ -94,11 +95,10 @@ class Fleet:
         return min(found, default="")
 
 
-def _limits(beats: Iterable[pb.Heartbeat]) -> dict[tuple[str, str, int], int]:
+def _limits(beats: Iterable[pb.Heartbeat]) -> dict[LayoutKey, int]:
     """The most that a worker of each layout holds. KV moves only between equal layouts."""
-    most: dict[tuple[str, str, int], int] = {}
+    most: dict[LayoutKey, int] = {}
     for beat in beats:
-        layout = beat.layout
-        key = (layout.model_fingerprint, layout.kv_format, layout.block_tokens)
+        key = layout_key(beat.layout)
         most[key] = max(most.get(key, 0), beat.limits.max_sequence_tokens)
     return most

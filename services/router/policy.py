@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from services.router import cost
 from services.router.cost import Bid
-from services.router.view import Hit, Hits, LayoutKey, Rates, Worker, WorkerKey, key_of
+from services.router.view import Hit, Hits, Rates, Worker, WorkerKey, key_of
 from shared import farspan_pb2 as pb
 from shared.errors import DeadlineExceeded, FarspanError, Overloaded, TooLong
+from shared.layout_key import LayoutKey
 
 _ROLE_NAMES = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode"}
 _Price = Callable[[pb.PlaceRequest, Worker, Hit | None, Rates], Bid]

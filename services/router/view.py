@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shared import farspan_pb2 as pb
+from shared.layout_key import LayoutKey, layout_key
 
 
 class WorkerKey(NamedTuple):
@@ -25,18 +26,6 @@ class Hit(NamedTuple):
 
 
 Hits = Mapping[WorkerKey, Hit]
-
-
-class LayoutKey(NamedTuple):
-    """What two workers must have in common for KV to move between them."""
-
-    model_fingerprint: str
-    kv_format: str
-    block_tokens: int
-    num_mla_layers: int
-    num_index_layers: int
-    row_bytes: int
-    index_page_bytes: int
 
 
 @dataclass(frozen=True)
@@ -64,20 +53,8 @@ class Worker:
 
     @property
     def layout_key(self) -> LayoutKey:
-        """KV moves only between workers where this is equal; ranks and interleave may differ.
-
-        These are the fields that decode compares when it is offered a request.
-        """
-        layout = self.heartbeat.layout
-        return LayoutKey(
-            layout.model_fingerprint,
-            layout.kv_format,
-            layout.block_tokens,
-            layout.num_mla_layers,
-            layout.num_index_layers,
-            layout.row_bytes,
-            layout.index_page_bytes,
-        )
+        """KV moves only between workers where this is equal."""
+        return layout_key(self.heartbeat.layout)
 
     @property
     def kv_bytes_per_token(self) -> float:
