@@ -1,25 +1,23 @@
-"""The index's durable, shared copy in Redis: the only place that knows Redis here.
+"""The index's durable, shared copy in Redis: the one place here that asks Redis.
 
 farspan:kv:v2:epochs                      hash    worker id -> epoch; what is not here is not valid
 farspan:kv:v2:life:{id}:{epoch}:sequence  string  the last batch that is in the sets
 farspan:kv:v2:life:{id}:{epoch}:{tier}    set     block hashes in `device` or `host`
 """
 
+import asyncio
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, Life
 from services.kv_index.holdings import Delta
 from shared.block_hash import HASH_BYTES
-from shared.errors import ConfigError
+from shared.redis_link import open_redis, place
 
 _EPOCHS = "farspan:kv:v2:epochs"
 _TIERS = {DEVICE_BIT: "device", HOST_BIT: "host"}
@@ -93,26 +91,11 @@ class Store:
 
     def __init__(self, url: str, ca_file: Path | None = None) -> None:
         """Raises ConfigError if the URL or the file cannot be used."""
-        options: dict[str, Any] = {"ssl_ca_certs": str(ca_file)} if ca_file else {}
-        try:
-            if ca_file and urlsplit(url).scheme != "rediss":
-                raise ValueError("a CA file needs rediss://")
-            if ca_file and not ca_file.is_file():
-                raise ValueError(f"there is no CA file {ca_file}")
-            self._redis: Any = Redis.from_url(
-                url,
-                # redis-py 8 retries for 4.5 to 6 s by default before it says that a port is closed.
-                retry=Retry(NoBackoff(), 0),
-                socket_timeout=_TIMEOUT_S,
-                socket_connect_timeout=_CONNECT_S,
-                **options,
-            )
-        except ValueError as error:
-            raise ConfigError(f"no Redis at {_place(url)}: {error}") from error
+        self._redis = open_redis(url, ca_file, connect_timeout_s=_CONNECT_S)
         self._append = self._redis.register_script(_APPEND)
         self._replace = self._redis.register_script(_REPLACE)
         self._retire = self._redis.register_script(_RETIRE)
-        self.place = _place(url)
+        self.place = place(url)
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -124,10 +107,7 @@ class Store:
         Others may write meanwhile. The sequence is read before the blocks, so blocks are at least
         as new as it says, and replaying the events after it makes them exact.
         """
-        try:
-            return [await self._load(life) for life in await self._lives()]
-        except RedisError as error:
-            raise StoreAway(str(error)) from error
+        return [await self._load(life) for life in await self._lives()]
 
     async def append(self, delta: Delta) -> bool:
         """Add a step; False if the copy is behind it and needs the whole life."""
@@ -150,7 +130,7 @@ class Store:
 
     async def sequences(self, lives: Sequence[Life]) -> dict[Life, int]:
         """How far the copy is with each life, which is kept for another day; 0 if not known."""
-        try:
+        async with _answering():
             pipeline = self._redis.pipeline(transaction=False)
             for life in lives:
                 _, sequence, *tiers = _keys(life)
@@ -159,51 +139,63 @@ class Store:
                 pipeline.getex(sequence, ex=_KEEP_S)
             pipeline.ping()  # also with no lives this shows whether Redis is there
             answers = await pipeline.execute()
-        except RedisError as error:
-            raise StoreAway(str(error)) from error
         return {life: int(answer or 0) for life, answer in zip(lives, answers[2::3], strict=False)}
 
     async def _take_over(self, delta: Delta) -> None:
         """Write aside in parts, so that others are served in between; then swap in one step."""
         stage = f"farspan:kv:v2:stage:{uuid.uuid4().hex}:"
         staged = {bit: stage + tier for bit, tier in _TIERS.items()}
-        try:
-            for bit, is_stored, packed in delta.changes:
-                for at in range(0, len(packed), _PART_BYTES):
-                    members = _split(packed[at : at + _PART_BYTES])
-                    pipeline = self._redis.pipeline(transaction=False)
-                    (pipeline.sadd if is_stored else pipeline.srem)(staged[bit], *members)
-                    pipeline.expire(staged[bit], _STAGE_S)
+        for bit, is_stored, packed in delta.changes:
+            for at in range(0, len(packed), _PART_BYTES):
+                members = _split(packed[at : at + _PART_BYTES])
+                pipeline = self._redis.pipeline(transaction=False)
+                (pipeline.sadd if is_stored else pipeline.srem)(staged[bit], *members)
+                pipeline.expire(staged[bit], _STAGE_S)
+                async with _answering():
                     await pipeline.execute()
-        except RedisError as error:
-            raise StoreAway(str(error)) from error
         keys = [*_keys(delta.life), *staged.values()]
         await _run(self._replace, keys, [*_head(delta.life), _digits(delta.sequence)])
 
     async def _lives(self) -> list[Life]:
-        epochs: Mapping[bytes, bytes] = await self._redis.hgetall(_EPOCHS)
+        async with _answering():
+            epochs: Mapping[bytes, bytes] = await self._redis.hgetall(_EPOCHS)
         return [Life(worker.decode(), int(epoch)) for worker, epoch in epochs.items()]
 
     async def _load(self, life: Life) -> Delta:
         _, sequence_key, *tier_keys = _keys(life)
-        sequence = int(await self._redis.get(sequence_key) or 0)
+        async with _answering():
+            sequence = int(await self._redis.get(sequence_key) or 0)
         changes = []
         for bit, key in zip(_TIERS, tier_keys, strict=True):
-            found = [member async for member in self._redis.sscan_iter(key, count=_SCAN_COUNT)]
-            changes.append(Change(bit, True, b"".join(dict.fromkeys(found))))
+            found = dict.fromkeys(await self._members(key))
+            changes.append(Change(bit, True, b"".join(found)))
         return Delta(life, None, sequence, tuple(changes))
 
+    async def _members(self, key: str) -> list[bytes]:
+        found: list[bytes] = []
+        cursor = None
+        while cursor != 0:
+            async with _answering():
+                cursor, part = await self._redis.sscan(key, cursor or 0, count=_SCAN_COUNT)
+            found += part
+        return found
 
-async def _run(script: Any, keys: list[str], arguments: Sequence[str | bytes]) -> Any:
+
+@asynccontextmanager
+async def _answering() -> AsyncIterator[None]:
+    """One call inside. Raises StoreAway if Redis fails or takes too long."""
     try:
-        return await script(keys=keys, args=arguments)
+        async with asyncio.timeout(_TIMEOUT_S):
+            yield
+    except TimeoutError as error:
+        raise StoreAway(f"no answer within {_TIMEOUT_S:g} s") from error
     except RedisError as error:
         raise StoreAway(str(error)) from error
 
 
-def _place(url: str) -> str:
-    """Where Redis is expected, without a password."""
-    return urlsplit(url).netloc.rpartition("@")[2] or "the given URL"
+async def _run(script: Any, keys: list[str], arguments: Sequence[str | bytes]) -> Any:
+    async with _answering():
+        return await script(keys=keys, args=arguments)
 
 
 def _keys(life: Life) -> list[str]:

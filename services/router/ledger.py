@@ -14,16 +14,11 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from shared import farspan_pb2 as pb
-from shared.errors import ConfigError
+from shared.redis_link import open_redis
 
 _KEYS = (
     "farspan:router:v1:state",
@@ -157,22 +152,7 @@ class Ledger:
 
     def __init__(self, url: str, ca_file: Path | None, timeout_s: float) -> None:
         """Raises ConfigError if the URL or the file cannot be used."""
-        options: dict[str, Any] = {} if ca_file is None else {"ssl_ca_certs": str(ca_file)}
-        try:
-            if ca_file is not None and urlsplit(url).scheme != "rediss":
-                raise ValueError("a CA file needs rediss://")
-            if ca_file is not None and not ca_file.is_file():
-                raise ValueError(f"there is no CA file {ca_file}")
-            # redis-py 8 retries for 4.5 to 6 s by default before it says that a port is closed.
-            self._redis: Any = Redis.from_url(
-                url,
-                retry=Retry(NoBackoff(), 0),
-                socket_timeout=None,  # it would lose a cancellation that comes with an answer
-                socket_connect_timeout=timeout_s,
-                **options,
-            )
-        except ValueError as error:
-            raise ConfigError(f"no Redis can be at {_place(url)}: {error}") from error
+        self._redis = open_redis(url, ca_file, connect_timeout_s=timeout_s)
         self._step = self._redis.register_script(_STEP)
         self._timeout_s = timeout_s
         self._id = uuid.uuid4().hex
@@ -233,11 +213,6 @@ class Ledger:
             is_new_life,
             [_change(each, now_ms) for each in changes],
         )
-
-
-def _place(url: str) -> str:
-    """Where Redis is expected, without a password."""
-    return urlsplit(url).netloc.rpartition("@")[2]
 
 
 def _fields(entry: Entry) -> list[str | bytes | int]:

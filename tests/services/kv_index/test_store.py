@@ -1,3 +1,4 @@
+import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -152,6 +153,22 @@ async def test_a_dead_redis_is_told_at_once(redis_server: LocalServer, life: Lif
         for call in (store.load(), store.append(Delta(life, 1, 2, ())), store.sequences([])):
             with pytest.raises(StoreAway):
                 await call
+
+
+async def test_a_cancellation_is_never_lost(redis_url: str) -> None:
+    """redis-py's own time limit swallows one that comes with an answer, and a stop then hangs."""
+
+    async def ask() -> None:
+        while True:
+            await store.sequences([])
+
+    async with aclosing(Store(redis_url)) as store:
+        for _ in range(200):
+            task = asyncio.create_task(ask())
+            await asyncio.sleep(0.002)
+            task.cancel()
+            done, _ = await asyncio.wait([task], timeout=1)
+            assert done
 
 
 @pytest.fixture
