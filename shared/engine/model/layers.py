@@ -11,42 +11,22 @@ import torch
 import torch.nn.functional as F
 
 from shared.engine.model.config import AttentionConfig
+from shared.engine.model.linear import Linear, padded
 
 _KEY_NORM_EPS = 1e-6  # the indexer's LayerNorm, fixed in every implementation
 
 
-# torch's CPU products add up in another order for fewer rows than this, unless a multiple of
-# four (docs/LOG.md, 2026-11-30).
-_STEADY_ROWS = 12
+# torch's CPU products of few rows add up in another order, unless they are a multiple of four
+# (docs/LOG.md, 2026-11-30).
 _ROW_STEP = 4
-
-
-def project(
-    rows: torch.Tensor,  # [n, in]
-    weight: torch.Tensor,  # [out, in]
-) -> torch.Tensor:  # [n, out]
-    """rows @ weight.T, where a row's bits do not depend on how many rows stand beside it."""
-    return (_steady(rows) @ weight.T)[: len(rows)]
-
-
-def whole_rows(rows: torch.Tensor) -> torch.Tensor:
-    """The rows, and zero rows up to a multiple of four."""
-    num_missing = -len(rows) % _ROW_STEP
-    if not num_missing:
-        return rows
-    return torch.cat((rows, rows.new_zeros((num_missing, *rows.shape[1:]))))
-
-
-def _steady(rows: torch.Tensor) -> torch.Tensor:
-    return whole_rows(rows) if len(rows) < _STEADY_ROWS else rows
 
 
 def _project_heads(
     rows: torch.Tensor,  # [n, heads, in]
     weights: torch.Tensor,  # [heads, in, out]
 ) -> torch.Tensor:  # [n, heads, out]
-    """Each head's product with its own matrix; bits as in `project`."""
-    return torch.bmm(_steady(rows).transpose(0, 1), weights).transpose(0, 1)[: len(rows)]
+    """Each head's product with its own matrix; bits as in Linear."""
+    return torch.bmm(padded(rows, _ROW_STEP).transpose(0, 1), weights).transpose(0, 1)[: len(rows)]
 
 
 class Rope:
@@ -81,25 +61,25 @@ def rotate(
 class IndexerWeights:
     """The lightning indexer of a layer that owns one."""
 
-    query: torch.Tensor  # [heads * index_dim, q_lora_rank]
-    key: torch.Tensor  # [index_dim, hidden]
+    query: Linear  # q_lora_rank to heads * index_dim
+    key: Linear  # hidden to index_dim
     key_norm: torch.Tensor  # [index_dim]
     key_norm_bias: torch.Tensor  # [index_dim]
-    head_weights: torch.Tensor  # [heads, hidden]
+    head_weights: Linear  # hidden to heads
 
 
 @dataclass(frozen=True)
 class AttentionWeights:
     """Multi-head latent attention, key and value up-projections kept apart for absorption."""
 
-    q_a: torch.Tensor  # [q_lora_rank, hidden]
+    q_a: Linear  # hidden to q_lora_rank
     q_a_norm: torch.Tensor  # [q_lora_rank]
-    q_b: torch.Tensor  # [heads * (nope + rope), q_lora_rank]
-    kv_a: torch.Tensor  # [kv_lora_rank + rope, hidden]
+    q_b: Linear  # q_lora_rank to heads * (nope + rope)
+    kv_a: Linear  # hidden to kv_lora_rank + rope
     kv_a_norm: torch.Tensor  # [kv_lora_rank]
     key_up: torch.Tensor  # [heads, nope, kv_lora_rank]
     value_up: torch.Tensor  # [heads, kv_lora_rank, value_dim]
-    out: torch.Tensor  # [hidden, heads * value_dim]
+    out: Linear  # heads * value_dim to hidden
     indexer: IndexerWeights | None
 
 
@@ -128,13 +108,13 @@ def project_kv(
     eps: float,
 ) -> NewKv:
     """The latent row, and for an index owner its key."""
-    latent = project(hidden, weights.kv_a)
+    latent = weights.kv_a(hidden)
     normed = rms_norm(latent[:, : config.kv_lora_rank], weights.kv_a_norm, eps)
     rotated = rotate(latent[:, config.kv_lora_rank :], angles)
     index_key = None
     if weights.indexer is not None:
         index_key = F.layer_norm(
-            project(hidden, weights.indexer.key),
+            weights.indexer.key(hidden),
             (config.index_dim,),
             weights.indexer.key_norm,
             weights.indexer.key_norm_bias,
@@ -152,8 +132,8 @@ def project_queries(
     eps: float,
 ) -> Queries:
     """Queries absorbed into the latent space, and for an index owner its query and head weights."""
-    query_latent = rms_norm(project(hidden, weights.q_a), weights.q_a_norm, eps)
-    query = project(query_latent, weights.q_b).unflatten(1, (config.num_heads, -1))
+    query_latent = rms_norm(weights.q_a(hidden), weights.q_a_norm, eps)
+    query = weights.q_b(query_latent).unflatten(1, (config.num_heads, -1))
     nope, rope = query[..., : config.nope_dim], query[..., config.nope_dim :]
     # Copied into place: joining a transposed tensor with another takes ten times as long.
     absorbed = query.new_empty((*query.shape[:2], config.kv_lora_rank + config.rope_dim))
@@ -161,14 +141,12 @@ def project_queries(
     absorbed[..., config.kv_lora_rank :] = rotate(rope, angles)
     index_query, index_weights = None, None
     if weights.indexer is not None:
-        index_query = project(query_latent, weights.indexer.query).unflatten(
-            1, (config.index_heads, -1)
-        )
+        index_query = weights.indexer.query(query_latent).unflatten(1, (config.index_heads, -1))
         index_query = _rotate_start(index_query, config.rope_dim, angles)
         # Both factors of the score's scale ride on the head weights; they are positive, so ReLU
         # commutes with them.
         scale = config.index_heads**-0.5 * config.index_dim**-0.5
-        index_weights = project(hidden, weights.indexer.head_weights).float() * scale
+        index_weights = weights.indexer.head_weights(hidden).float() * scale
     return Queries(absorbed, index_query, index_weights)
 
 
@@ -182,7 +160,7 @@ def merge_heads(
 ) -> torch.Tensor:  # [n, hidden]
     """Attention's output: each head's value up-projection, then the output projection."""
     values = _project_heads(attended, weights.value_up)
-    return project(values.flatten(1), weights.out)
+    return weights.out(values.flatten(1))
 
 
 def rms_norm(
@@ -198,11 +176,11 @@ def rms_norm(
 class MlpWeights:
     """A gated MLP; gate and up are one matrix so that they are one product."""
 
-    gate_up: torch.Tensor  # [2 * intermediate, hidden]
-    down: torch.Tensor  # [hidden, intermediate]
+    gate_up: Linear  # hidden to 2 * intermediate
+    down: Linear  # intermediate to hidden
 
 
 def mlp(weights: MlpWeights, hidden: torch.Tensor) -> torch.Tensor:
     """down(silu(gate(x)) * up(x))."""
-    gate, up = project(hidden, weights.gate_up).chunk(2, -1)
-    return project(F.silu(gate) * up, weights.down)
+    gate, up = weights.gate_up(hidden).chunk(2, -1)
+    return weights.down(F.silu(gate) * up)

@@ -7,6 +7,7 @@ import torch
 from shared.engine.comm import RankGroup
 from shared.engine.model.config import ModelConfig
 from shared.engine.model.layers import AttentionWeights, IndexerWeights, MlpWeights
+from shared.engine.model.linear import Linear
 from shared.engine.model.moe import MoeWeights, expert_range
 from shared.engine.model.transformer import LayerWeights, ModelWeights, MtpWeights
 from shared.engine.model.weights import Checkpoint
@@ -32,6 +33,9 @@ class _Loader:
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
         return self._checkpoint.tensor(name, shape, self._dtype)
 
+    def _linear(self, name: str, *shape: int) -> Linear:
+        return Linear(self._tensor(name, *shape))
+
     def model(self) -> ModelWeights:
         config = self._config
         table = (config.vocab_size, config.hidden_size)
@@ -39,7 +43,7 @@ class _Loader:
             embedding=self._tensor("model.embed_tokens.weight", *table),
             layers=tuple(self._layer(layer) for layer in range(config.num_layers)),
             final_norm=self._tensor("model.norm.weight", config.hidden_size),
-            head=self._tensor("lm_head.weight", *table),
+            head=self._linear("lm_head.weight", *table),
             mtp=self._mtp(),
         )
 
@@ -49,7 +53,7 @@ class _Loader:
         return MtpWeights(
             embedding_norm=self._tensor(prefix + "enorm.weight", width),
             hidden_norm=self._tensor(prefix + "hnorm.weight", width),
-            projection=self._tensor(prefix + "eh_proj.weight", width, 2 * width),
+            projection=self._linear(prefix + "eh_proj.weight", width, 2 * width),
             layer=self._layer(self._config.num_layers),
             final_norm=self._tensor(prefix + "shared_head.norm.weight", width),
         )
@@ -79,14 +83,14 @@ class _Loader:
         )
         query_dim = attention.nope_dim + attention.rope_dim
         return AttentionWeights(
-            q_a=self._tensor(prefix + "q_a_proj.weight", attention.q_lora_rank, width),
+            q_a=self._linear(prefix + "q_a_proj.weight", attention.q_lora_rank, width),
             q_a_norm=self._tensor(prefix + "q_a_layernorm.weight", attention.q_lora_rank),
-            q_b=self._tensor(prefix + "q_b_proj.weight", heads * query_dim, attention.q_lora_rank),
-            kv_a=self._tensor(prefix + "kv_a_proj_with_mqa.weight", attention.latent_dim, width),
+            q_b=self._linear(prefix + "q_b_proj.weight", heads * query_dim, attention.q_lora_rank),
+            kv_a=self._linear(prefix + "kv_a_proj_with_mqa.weight", attention.latent_dim, width),
             kv_a_norm=self._tensor(prefix + "kv_a_layernorm.weight", rank),
             key_up=key_up.contiguous(),
             value_up=value_up.transpose(1, 2).contiguous(),
-            out=self._tensor(prefix + "o_proj.weight", width, heads * attention.value_dim),
+            out=self._linear(prefix + "o_proj.weight", width, heads * attention.value_dim),
             indexer=self._indexer(prefix + "indexer.") if owns_indexer else None,
         )
 
@@ -94,11 +98,11 @@ class _Loader:
         attention, width = self._config.attention, self._config.hidden_size
         heads, dim = attention.index_heads, attention.index_dim
         return IndexerWeights(
-            query=self._tensor(prefix + "wq_b.weight", heads * dim, attention.q_lora_rank),
-            key=self._tensor(prefix + "wk.weight", dim, width),
+            query=self._linear(prefix + "wq_b.weight", heads * dim, attention.q_lora_rank),
+            key=self._linear(prefix + "wk.weight", dim, width),
             key_norm=self._tensor(prefix + "k_norm.weight", dim),
             key_norm_bias=self._tensor(prefix + "k_norm.bias", dim),
-            head_weights=self._tensor(prefix + "weights_proj.weight", heads, width),
+            head_weights=self._linear(prefix + "weights_proj.weight", heads, width),
         )
 
     def _mlp(self, prefix: str, intermediate: int) -> MlpWeights:
@@ -106,8 +110,8 @@ class _Loader:
         gate = self._tensor(prefix + "gate_proj.weight", intermediate, width)
         up = self._tensor(prefix + "up_proj.weight", intermediate, width)
         return MlpWeights(
-            gate_up=torch.cat((gate, up)),
-            down=self._tensor(prefix + "down_proj.weight", width, intermediate),
+            gate_up=Linear(torch.cat((gate, up))),
+            down=self._linear(prefix + "down_proj.weight", width, intermediate),
         )
 
     def _moe(self, prefix: str) -> MoeWeights:
@@ -121,7 +125,7 @@ class _Loader:
             prefix + "gate.e_score_correction_bias", (moe.num_experts,), torch.float32
         )
         return MoeWeights(
-            router=router,
+            router=Linear(router),
             correction_bias=bias,
             experts={
                 expert: self._mlp(f"{prefix}experts.{expert}.", moe.intermediate_size)

@@ -11,14 +11,18 @@ import torch
 
 from shared.engine.comm import RankGroup
 from shared.engine.model.config import MoeConfig
-from shared.engine.model.layers import MlpWeights, mlp, whole_rows
+from shared.engine.model.layers import MlpWeights, mlp
+from shared.engine.model.linear import Linear, padded
+
+# Rows of scores that fill whole vectors: torch computes what is left over with another exp.
+_VECTOR_ROWS = 4
 
 
 @dataclass(frozen=True)
 class MoeWeights:
     """Router, this rank's experts, and the shared expert every rank holds."""
 
-    router: torch.Tensor  # [num_experts, hidden] fp32
+    router: Linear  # hidden to num_experts, fp32
     correction_bias: torch.Tensor  # [num_experts] fp32, chooses but does not weigh
     experts: dict[int, MlpWeights]  # this rank's, by expert id
     shared_expert: MlpWeights
@@ -37,8 +41,7 @@ def route(
     hidden: torch.Tensor,  # [n, hidden]
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [n, k] int64 expert ids, [n, k] fp32 gates
     """Each token's experts and their weights, computed in fp32."""
-    # Whole vectors of scores: torch computes what is left over with another exp.
-    scores = torch.sigmoid(whole_rows(hidden.float()) @ weights.router.T)[: len(hidden)]
+    scores = torch.sigmoid(padded(weights.router(hidden.float()), _VECTOR_ROWS))[: len(hidden)]
     choice = (scores + weights.correction_bias).topk(config.num_experts_per_token, -1).indices
     gates = scores.gather(1, choice)
     gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)

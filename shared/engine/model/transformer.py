@@ -19,11 +19,11 @@ from shared.engine.model.layers import (
     Rope,
     merge_heads,
     mlp,
-    project,
     project_kv,
     project_queries,
     rms_norm,
 )
+from shared.engine.model.linear import Linear
 from shared.engine.model.moe import MoeWeights, moe
 
 
@@ -45,7 +45,7 @@ class MtpWeights:
 
     embedding_norm: torch.Tensor  # [hidden]
     hidden_norm: torch.Tensor  # [hidden]
-    projection: torch.Tensor  # [hidden, 2 * hidden], embedding first
+    projection: Linear  # 2 * hidden, embedding first, to hidden
     layer: LayerWeights
     final_norm: torch.Tensor  # [hidden]
 
@@ -57,7 +57,7 @@ class ModelWeights:
     embedding: torch.Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor  # [hidden]
-    head: torch.Tensor  # [vocab, hidden]
+    head: Linear  # hidden to vocab
     mtp: MtpWeights
 
 
@@ -139,14 +139,14 @@ class Transformer:
         weights, eps = self.weights.mtp, self.config.rms_norm_eps
         embedded = rms_norm(self.weights.embedding[token_ids], weights.embedding_norm, eps)
         carried = rms_norm(previous_hidden, weights.hidden_norm, eps)
-        return project(torch.cat((embedded, carried), -1), weights.projection)
+        return weights.projection(torch.cat((embedded, carried), -1))
 
     def logits(
         self,
         hidden: torch.Tensor,  # [n, hidden] after a final norm
     ) -> torch.Tensor:  # [n, vocab] fp32
         """Scores of the next token."""
-        return project(hidden, self.weights.head).float()
+        return self.weights.head(hidden).float()
 
     def _layer(
         self,

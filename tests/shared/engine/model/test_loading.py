@@ -79,21 +79,21 @@ def test_the_sharded_copy_is_the_same_model(by_expert: Path) -> None:
     ours = load_weights(by_expert, CONFIG, RankGroup(), torch.float32)
 
     theirs = demo.model().weights
-    assert torch.equal(ours.head, theirs.head)
+    assert torch.equal(ours.head.weight, theirs.head.weight)
     last, expected = ours.mtp.layer.feed_forward, theirs.mtp.layer.feed_forward
     assert isinstance(last, MoeWeights) and isinstance(expected, MoeWeights)
-    assert torch.equal(last.experts[7].gate_up, expected.experts[7].gate_up)
+    assert torch.equal(last.experts[7].gate_up.weight, expected.experts[7].gate_up.weight)
 
 
 def test_the_router_stays_fp32(by_expert: Path) -> None:
     """A rounded score changes the choice of experts, whatever type the rest computes in."""
     weights = load_weights(by_expert, CONFIG, RankGroup(), torch.bfloat16)
 
-    assert weights.head.dtype == torch.bfloat16
+    assert weights.head.weight.dtype == torch.bfloat16
     moe = weights.layers[1].feed_forward
     assert isinstance(moe, MoeWeights)
-    assert moe.router.dtype == moe.correction_bias.dtype == torch.float32
-    assert moe.shared_expert.down.dtype == torch.bfloat16
+    assert moe.router.weight.dtype == moe.correction_bias.dtype == torch.float32
+    assert moe.shared_expert.down.weight.dtype == torch.bfloat16
 
 
 def test_layers_that_reuse_a_selection_have_no_indexer() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from shared.engine.comm import RankGroup
 from shared.engine.model.config import MoeConfig
 from shared.engine.model.layers import MlpWeights, mlp
+from shared.engine.model.linear import Linear
 from shared.engine.model.moe import MoeWeights, expert_range, moe, route
 
 WIDTH, INNER = 16, 8
@@ -23,15 +24,15 @@ CONFIG = MoeConfig(
 
 def random_mlp(generator: torch.Generator) -> MlpWeights:
     return MlpWeights(
-        torch.randn((2 * INNER, WIDTH), generator=generator),
-        torch.randn((WIDTH, INNER), generator=generator),
+        Linear(torch.randn((2 * INNER, WIDTH), generator=generator)),
+        Linear(torch.randn((WIDTH, INNER), generator=generator)),
     )
 
 
 def random_weights(seed: int = 0) -> MoeWeights:
     generator = torch.Generator().manual_seed(seed)
     return MoeWeights(
-        router=torch.randn((CONFIG.num_experts, WIDTH), generator=generator),
+        router=Linear(torch.randn((CONFIG.num_experts, WIDTH), generator=generator)),
         correction_bias=torch.randn(CONFIG.num_experts, generator=generator),
         experts={expert: random_mlp(generator) for expert in range(CONFIG.num_experts)},
         shared_expert=random_mlp(generator),
@@ -77,7 +78,7 @@ def test_the_bias_chooses_but_does_not_weigh() -> None:
     choice, gates = route(weights, CONFIG, hidden)
 
     assert choice.sort(1).values.tolist() == [[0, 3]] * 5
-    scores = torch.sigmoid(hidden @ weights.router.T).gather(1, choice)
+    scores = torch.sigmoid(hidden @ weights.router.weight.T).gather(1, choice)
     torch.testing.assert_close(gates, scores / scores.sum(1, keepdim=True) * 2.5)
 
 
