@@ -1,6 +1,6 @@
 """The bundled checkpoint as tests use it: one model, engines over small pools, real text."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -55,9 +55,13 @@ class Reference:
 
     def prefill(self, prompt: list[int], chunk_tokens: int, sampling: Sampling) -> Sampled:
         """Compute the prompt in chunks and draw the first token."""
+        ends = range(chunk_tokens, len(prompt), chunk_tokens)
+        return self.prefill_to(prompt, [*ends, len(prompt)], sampling)
+
+    def prefill_to(self, prompt: list[int], ends: Sequence[int], sampling: Sampling) -> Sampled:
+        """The same with chunks that end where told, the last one with the prompt."""
         done, drawn = 0, None
-        while done < len(prompt):
-            end = min(len(prompt), done + chunk_tokens)
+        for end in ends:
             wanted = sampling if end == len(prompt) else None
             drawn = self._chunk(prompt, done, end, wanted)
             done = end

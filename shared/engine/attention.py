@@ -16,6 +16,8 @@ from shared.engine.tiles import spread
 _TILE_SCORES = 1 << 19  # fp32 per-head scores held at once while choosing
 _TILE_ROWS = 1 << 11  # gathered rows held at once while attending
 
+_WIDTHS = tuple(1 << bits for bits in range(5, 11))  # of queries with few places
+
 
 def select_positions(
     query: torch.Tensor,  # [n, index_heads, index_dim] fp32, rounded as the format wants
@@ -24,13 +26,12 @@ def select_positions(
     limits: torch.Tensor,  # [n] int64: query i may choose positions first..limits[i]
     first: int,
     topk: int,
-) -> torch.Tensor:  # [n, min(topk, num_keys)] int64 ascending, -1 = none
+) -> torch.Tensor:  # [n, topk] int64 ascending, then -1 = none
     """The topk positions with the highest score sum_h w_h relu(q_h . k)."""
     num_queries, num_keys = query.shape[0], keys.shape[0]
-    width = min(topk, num_keys)
     if num_keys - first <= topk:
-        return _pad(_all_positions(limits, first, num_keys), width)
-    chosen = query.new_empty((num_queries, width), dtype=torch.int64)
+        return _pad(_all_positions(limits, first, num_keys), topk)
+    chosen = query.new_empty((num_queries, topk), dtype=torch.int64)
     tile = max(1, _TILE_SCORES // (query.shape[1] * num_keys))
 
     def select(begins: Sequence[int]) -> None:
@@ -39,11 +40,10 @@ def select_positions(
             part = slice(begin, begin + tile)
             visible = int(limits[part].max()) + 1  # later keys are nobody's here
             if visible - first <= topk:
-                chosen[part] = _pad(_all_positions(limits[part], first, visible), width)
+                chosen[part] = _pad(_all_positions(limits[part], first, visible), topk)
                 continue
             scores = index_scores(query[part], weights[part], keys[:visible], per_head)
-            best = best_positions(scores, limits[part], first, min(width, visible))
-            chosen[part] = _pad(best, width)
+            chosen[part] = best_positions(scores, limits[part], first, topk)
 
     spread(select, range(0, num_queries, tile))
     return chosen
@@ -109,22 +109,20 @@ def top_positions(
 def sparse_attention(
     query: torch.Tensor,  # [n, heads, latent_dim] fp32
     rows: torch.Tensor,  # [num_rows, latent_dim] fp32
-    chosen: torch.Tensor,  # [n, width] int64 row of each attended position, -1 = none
+    chosen: torch.Tensor,  # [n, topk] int64 row of each attended position, -1 = none
     value_dim: int,
     scale: float,
 ) -> torch.Tensor:  # [n, heads, value_dim] fp32; zero for a query without positions
     """Softmax attention of each query over its own rows; a row's first value_dim elements are its
-    value.
+    value. A query's bits do not depend on the others.
     """
     out = query.new_empty((*query.shape[:2], value_dim))
-    width = chosen.shape[1]
-    tile = min(max(1, _TILE_ROWS // max(width, 1)), query.shape[0])
+    tiles = attention_tiles(chosen)
 
-    def attend(begins: Sequence[int]) -> None:
-        buffer = rows.new_empty((tile * width, rows.shape[1]))
-        for begin in begins:
-            part = slice(begin, begin + tile)
-            places = chosen[part]
+    def attend(numbers: Sequence[int]) -> None:
+        buffer = rows.new_empty((max(_TILE_ROWS, chosen.shape[1]), rows.shape[1]))
+        for part, width in (tiles[number] for number in numbers):
+            places = chosen[part, :width]
             is_valid = places >= 0
             is_full = bool(is_valid.all())  # past the first top-k positions nothing needs a mask
             gathered = buffer[: places.numel()]
@@ -135,8 +133,32 @@ def sparse_attention(
                 query[part], gathered, None if is_full else is_valid, value_dim, scale
             )
 
-    spread(attend, range(0, query.shape[0], tile))
+    spread(attend, range(len(tiles)))
     return out
+
+
+def attention_tiles(chosen: torch.Tensor) -> list[tuple[slice, int]]:
+    """Queries to attend at once, and how many of their places.
+
+    A query's width follows from its own places alone: with another one softmax and values add up in
+    another order, and a prompt's KV would depend on where its chunks end.
+    """
+    topk = chosen.shape[1]
+    if not chosen.numel():
+        return [(slice(0, len(chosen)), topk)]
+    num_places = torch.where(chosen >= 0, torch.arange(1, topk + 1), 0).amax(-1)
+    widths = [width for width in _WIDTHS if width < topk] + [topk]
+    classes = torch.bucketize(num_places, torch.tensor(widths[:-1]))
+    tiles, begin = [], 0
+    for number, count in zip(
+        *map(torch.Tensor.tolist, torch.unique_consecutive(classes, return_counts=True)),
+        strict=True,
+    ):
+        width, end = widths[number], begin + count
+        step = max(1, _TILE_ROWS // width)
+        tiles += [(slice(at, min(at + step, end)), width) for at in range(begin, end, step)]
+        begin = end
+    return tiles
 
 
 def attend_gathered(

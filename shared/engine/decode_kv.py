@@ -9,7 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.engine.attention import attend_gathered, best_positions
+from shared.engine.attention import (
+    attend_gathered,
+    attention_tiles,
+    best_positions,
+    index_scores,
+)
 from shared.engine.kv.fetch_plan import FetchPlan
 from shared.engine.kv.format import KvFormat, page_geometry
 from shared.engine.kv.host_tier import HostTier, TieredSequence
@@ -53,6 +58,7 @@ class DecodeKv:
         self._slots = _join(slots)
         self._positions = torch.tensor([row.position for row in rows])
         self._row_ids = torch.empty(0)  # [n, width] int64 of the current group, -1 = none
+        self._tiles: list[tuple[slice, int]] = []
         self._plans: list[FetchPlan] = []
 
     def write(self, layer: int, new: NewKv) -> None:
@@ -70,13 +76,16 @@ class DecodeKv:
             self._resolve(layer, queries)
         for plan in self._plans:
             plan.fetch(layer)
-        places = self._row_ids
-        stored = self._tier.pools.device_rows[layer].index_select(0, places.clamp_min(0).flatten())
-        gathered = self._format.decode_rows(stored).unflatten(0, places.shape)
-        config = self._attention
-        return attend_gathered(
-            queries.query, gathered, places >= 0, config.kv_lora_rank, config.scale
-        )
+        config, rows = self._attention, self._tier.pools.device_rows[layer]
+        out = queries.query.new_empty((*queries.query.shape[:2], config.kv_lora_rank))
+        for part, width in self._tiles:
+            places = self._row_ids[part, :width]
+            stored = rows.index_select(0, places.clamp_min(0).flatten())
+            gathered = self._format.decode_rows(stored).unflatten(0, places.shape)
+            out[part] = attend_gathered(
+                queries.query[part], gathered, places >= 0, config.kv_lora_rank, config.scale
+            )
+        return out
 
     def _resolve(self, layer: int, queries: Queries) -> None:
         group = self._group_of[layer]
@@ -86,14 +95,11 @@ class DecodeKv:
             for number, row in enumerate(self._rows)
         ]
         self._row_ids = torch.cat([rows.row_ids for rows in resolved])
+        self._tiles = attention_tiles(self._row_ids)
         self._plans = [rows.plan for rows in resolved]
 
     def _choose(self, layer: int, queries: Queries) -> torch.Tensor:  # [n, width] int64, -1 = none
-        """Each row's positions: all of them while they are at most top-k, else the best.
-
-        Always top-k wide: with another width softmax and values add up in another order, and an
-        answer would depend on who decodes beside it.
-        """
+        """Each row's positions: all of them while they are at most top-k, else the best."""
         longest = max(row.position for row in self._rows) + 1
         width = self._attention.index_topk
         places = torch.arange(self._first_position, self._first_position + width)
@@ -119,8 +125,10 @@ class DecodeKv:
         blocks = torch.from_numpy(row.sequence.blocks[: -(-num_keys // BLOCK_TOKENS)])
         pages = self._tier.pools.index_pages[self._index_ordinal[layer]].index_select(0, blocks)
         keys = self._format.decode_keys(self._geometry.records(pages)[:num_keys])
-        query = self._format.round_query(queries.index_query[number])
-        out[:num_keys] = queries.index_weights[number] @ (query @ keys.T).relu_()
+        one = slice(number, number + 1)
+        query = self._format.round_query(queries.index_query[one])
+        buffer = query.new_empty(query.shape[1] * num_keys)
+        out[:num_keys] = index_scores(query, queries.index_weights[one], keys, buffer)[0]
 
 
 def _join(slots: Sequence[WriteSlots]) -> WriteSlots:

@@ -4,6 +4,8 @@ Selection is real from 257 tokens on (top-k 256). With the oracle's positions in
 is left; running free, a selection may differ where two scores are as good as equal.
 """
 
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from shared.engine.attention import index_scores, select_positions
-from shared.engine.step import Chunk, PrefillStep, Sampling
+from shared.engine.step import Chunk, PrefillStep, Sampled, Sampling
 from tests import demo
 from tests.oracles.transformers_oracle import TransformersOracle
 
@@ -109,20 +111,60 @@ def test_selections_differ_only_between_equal_scores(oracle: OracleRun) -> None:
             assert float(values.max() - values.min()) < SCORE_TOLERANCE, f"{layer=} {row=}"
 
 
-@pytest.mark.parametrize("chunk_tokens", [64, 512])
-def test_chunks_of_a_prompt_give_the_kv_of_the_whole(chunk_tokens: int) -> None:
-    """Chunked prefill changes rounding only, in every layer and in the MTP layer."""
-    prompt = list(demo.text_tokens()[:700])
-    whole, chunked = demo.reference(len(prompt)), demo.reference(len(prompt))
+PREFILLED = 700  # tokens: more than top-k, so that positions are chosen too
 
-    expected = whole.prefill(prompt, len(prompt), Sampling())
-    drawn = chunked.prefill(prompt, chunk_tokens, Sampling())
 
-    assert drawn.token_id == expected.token_id
-    rows = [r.kv_format.decode_rows(r.pool.rows) for r in (whole, chunked)]
-    torch.testing.assert_close(rows[0], rows[1], atol=1e-4, rtol=1e-4)
-    keys = [r.pool.index_pages.view(torch.float32) for r in (whole, chunked)]
-    torch.testing.assert_close(keys[0], keys[1], atol=1e-4, rtol=1e-4)
+@cache
+def prefilled_at_once(kv_format: str) -> tuple[demo.Reference, Sampled]:
+    reference = demo.reference(PREFILLED, kv_format)
+    return reference, reference.prefill(list(demo.text_tokens()[:PREFILLED]), PREFILLED, Sampling())
+
+
+@pytest.mark.parametrize("kv_format", ["fp32", "fp8_ds_mla"])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        range(64, 701, 64),
+        range(37, 701, 37),
+        range(100, 701, 100),
+        [1, 2, 3, 9, 200, 333, 350],
+        [*range(20, 40), *range(250, 262), 512, *range(690, 700)],
+    ],
+    ids=["blocks", "ragged", "hundreds", "uneven", "single tokens"],
+)
+def test_where_chunks_end_changes_no_bit(kv_format: str, ends: Sequence[int]) -> None:
+    """Load moves the ends; neither KV nor the handed-over hidden state may show it."""
+    whole, expected = prefilled_at_once(kv_format)
+    prompt = list(demo.text_tokens()[:PREFILLED])
+    chunked = demo.reference(PREFILLED, kv_format)
+
+    drawn = chunked.prefill_to(prompt, [*ends, PREFILLED], Sampling())
+
+    assert drawn == expected
+    assert torch.equal(chunked.pool.rows, whole.pool.rows)
+    assert torch.equal(chunked.pool.index_pages, whole.pool.index_pages)
+
+
+@pytest.mark.parametrize("kv_format", ["fp32", "fp8_ds_mla"])
+def test_who_is_prefilled_beside_a_prompt_changes_no_bit(kv_format: str) -> None:
+    """Three prompts' chunks in one step give what each gives alone."""
+    prompts = [list(demo.text_tokens()[part]) for part in (slice(0, 300), slice(9), slice(7, 471))]
+    beside = demo.reference(300 + 64 + 512, kv_format)
+    blocks = [range(0, 5), range(5, 6), range(6, 14)]
+    step = PrefillStep(
+        tuple(
+            Chunk(str(number), np.array(prompt, np.uint32), 0, 0, tuple(own), Sampling())
+            for number, (prompt, own) in enumerate(zip(prompts, blocks, strict=True))
+        )
+    )
+
+    drawn = beside.engine.run(step).sampled
+
+    for number, (prompt, own) in enumerate(zip(prompts, blocks, strict=True)):
+        alone = demo.reference(len(prompt), kv_format)
+        assert alone.prefill(prompt, 512, Sampling()) == drawn[str(number)]
+        assert torch.equal(alone.pool.rows, beside.pool.rows[own.start : own.stop])
+        assert torch.equal(alone.pool.index_pages, beside.pool.index_pages[own.start : own.stop])
 
 
 def test_a_step_without_chunks_only_records_generations() -> None:
