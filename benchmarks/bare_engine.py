@@ -1,6 +1,7 @@
-"""Farspan's engine without services: prefill and decode in one process, with all its cores.
+"""Farspan's engine without services: prefill and decode in one process.
 
-Same model, pools, kernels and chunk size as the services use; a handoff is a copy in memory.
+Same model, pools, kernels, chunk size and threads as the services use; a handoff is a copy in
+memory.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from services.decode.config import DecodeConfig
 from shared.engine.comm import RankGroup
 from shared.engine.decode_engine import (
     DecodeEngineSettings,
@@ -66,9 +68,11 @@ class BareEngine:
             )
         )
         self._num_used_blocks = 0
+        self._prefill_threads = torch.get_num_threads()
 
     def prefill(self, prompt: Sequence[int]) -> Sampled:
         """Compute the prompt into the prefill pool and draw the first token."""
+        torch.set_num_threads(self._prefill_threads)
         for done in range(0, len(prompt), self._chunk_tokens):
             end = min(len(prompt), done + self._chunk_tokens)
             sampled = self._prefill.run(PrefillStep((self._chunk(prompt, done, end),))).sampled
@@ -90,6 +94,7 @@ class BareEngine:
 
     def step(self, streams: Sequence[Stream]) -> None:
         """One more token for each stream."""
+        torch.set_num_threads(DecodeConfig.threads)
         rows = [
             DecodeRow(s.sequence, s.token_ids[-1], s.position, s.hidden, Sampling())
             for s in streams

@@ -15,7 +15,7 @@ async def main(stopping: lifecycle.Stopping) -> None:
     """Serve until the process is asked to stop."""
     settings = config.load(DecodeConfig, os.environ, "DECODE_")
     compute_threads.calm_openmp(os.environ)
-    compute_threads.settle(settings.num_threads)
+    compute_threads.settle(settings.threads)
     from services.decode import app  # it loads torch, after calm_openmp
 
     with telemetry.configure(

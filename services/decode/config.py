@@ -1,6 +1,5 @@
 """The settings of a decode worker, read from DECODE_* variables."""
 
-import os
 import re
 import socket
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ class DecodeConfig:
     max_waiting: int = 256  # offers that may queue for room
     staging_mib: int = 64  # NIXL reads land here before they are checked
     pull_timeout_s: float = 5.0  # of at most 4,096 tokens; a failure is told only after it
-    threads: int = 0  # 0 = one for each core
+    threads: int = 1  # more of them wait for each other longer than few rows take (docs/LOG.md)
     drain_s: float = 30.0
     health_host: str = "127.0.0.1"
     health_port: int = 0
@@ -44,7 +43,7 @@ class DecodeConfig:
             raise ValueError(f"worker_id {self.worker_id!r} is not made of [A-Za-z0-9_-]")
         if self.residency not in set(ResidencyMode):
             raise ValueError(f"residency is one of {', '.join(ResidencyMode)}")
-        for name in ("max_concurrent", "max_waiting", "pull_timeout_s", "drain_s"):
+        for name in ("max_concurrent", "max_waiting", "pull_timeout_s", "threads", "drain_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive")
 
@@ -52,8 +51,3 @@ class DecodeConfig:
     def model_name(self) -> str:
         """The name requests carry."""
         return self.model or self.checkpoint.resolve().name
-
-    @property
-    def num_threads(self) -> int:
-        """Threads that compute."""
-        return self.threads or os.cpu_count() or 1
