@@ -76,6 +76,16 @@ class TraceFile:
             spans.setdefault(span.trace_id, []).append(span)
         return {trace_id: Trace(tuple(found)) for trace_id, found in spans.items()}
 
+    async def trace_id_of(self, response_id: str, within_s: float = 5.0) -> str:
+        """The trace of an answer; its root may end just after the answer's last byte."""
+        deadline_s = time.monotonic() + within_s
+        while True:
+            for span in self._spans():
+                if span.attributes.get("gen_ai.response.id") == response_id:
+                    return span.trace_id
+            assert time.monotonic() < deadline_s, f"no span names {response_id}"
+            await asyncio.sleep(0.05)
+
     async def trace(self, trace_id: str, *names: str, within_s: float = 5.0) -> Trace:
         """A trace as soon as these spans have ended: a worker's last may end after the answer."""
         deadline_s = time.monotonic() + within_s
