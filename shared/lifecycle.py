@@ -5,6 +5,7 @@ is seen as stuck.
 """
 
 import asyncio
+import gc
 import json
 import logging
 import signal
@@ -76,6 +77,15 @@ async def _supervise(main: Callable[[Stopping], Awaitable[None]]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     await task
+
+
+def freeze_startup() -> None:
+    """Take all that lives now out of garbage collection; call it when the service is ready.
+
+    Modules and settings stay for the process's life, and walking them stops the loop for 0.1 s.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _config_error(error: BaseException) -> ConfigError | None:

@@ -22,6 +22,7 @@ async def main(stopping: lifecycle.Stopping) -> None:
         "decode", trace_file=settings.trace_file, otlp_endpoint=settings.otlp_endpoint
     ):
         async with app.serve(settings):
+            lifecycle.freeze_startup()
             await stopping.wait()
 
 

@@ -19,6 +19,7 @@ async def main(stopping: lifecycle.Stopping) -> None:
     ):
         async with serve(settings) as serving:
             logger.info("serving %s on port %d", settings.model_name, serving.port)
+            lifecycle.freeze_startup()
             await stopping.wait()
 
 

@@ -16,6 +16,7 @@ async def main(stopping: Stopping) -> None:
         "prefill", trace_file=settings.trace_file, otlp_endpoint=settings.otlp_endpoint
     ):
         async with app.serve(settings):
+            lifecycle.freeze_startup()
             await stopping.wait()
 
 

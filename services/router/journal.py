@@ -1,6 +1,7 @@
 """The latest decisions of one router, to be asked for by id; and a file of all of them, if wanted.
 
-Keeps plain data; messages are made when somebody asks, so a decision does not pay for them.
+Keeps bytes: what is kept as objects is walked by every full garbage collection, which stops the
+router for longer than a placement may take (docs/LOG.md).
 """
 
 import asyncio
@@ -26,9 +27,8 @@ _WRITE_S = 0.2
 
 
 class _Kept(NamedTuple):
-    decided_unix_ms: int
-    seen: Inputs
-    judgement: Judgement
+    known_as: tuple[str, ...]
+    record: bytes  # a DecisionRecord
 
 
 class Journal:
@@ -42,7 +42,7 @@ class Journal:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()  # by request id
         self._aliases: dict[str, list[str]] = {}  # of what clients know to request ids
         self._file = file
-        self._waiting: list[_Kept] = []
+        self._waiting: list[bytes] = []
         if file is not None:
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -52,24 +52,28 @@ class Journal:
 
     def add(self, decided_unix_ms: int, seen: Inputs, judgement: Judgement) -> None:
         """Remember a decision or a refusal, and forget the oldest."""
-        kept = _Kept(decided_unix_ms, seen, judgement)
+        if not self._num_kept and self._file is None:
+            return
+        record = records.record(self._router_id, decided_unix_ms, seen, judgement)
+        request_id, known_as = seen.request.request_id, tuple(seen.request.known_as)
+        kept = _Kept(known_as, record.SerializeToString())
         if self._num_kept:
-            self._forget(seen.request.request_id)
-            self._kept[seen.request.request_id] = kept
-            for name in seen.request.known_as:
-                self._aliases.setdefault(name, []).append(seen.request.request_id)
+            self._forget(request_id)
+            self._kept[request_id] = kept
+            for name in known_as:
+                self._aliases.setdefault(name, []).append(request_id)
             if len(self._kept) > self._num_kept:
                 self._forget(next(iter(self._kept)))
         if self._file is not None:
             if len(self._waiting) < _MAX_UNWRITTEN:
-                self._waiting.append(kept)
+                self._waiting.append(kept.record)
             else:
                 self.num_unwritten += 1
 
     def find(self, name: str) -> list[pb.DecisionRecord]:
         """What is remembered of this request, by its id or by one that its client knows."""
         request_ids = dict.fromkeys([name, *self._aliases.get(name, [])])
-        return [self._record(self._kept[each]) for each in request_ids if each in self._kept]
+        return [_read(self._kept[each].record) for each in request_ids if each in self._kept]
 
     async def write(self) -> None:
         """For ever append what was decided to the file."""
@@ -83,7 +87,7 @@ class Journal:
         if self._file is None or not waiting:
             return
         try:
-            await asyncio.to_thread(_append, self._file, [self._record(each) for each in waiting])
+            await asyncio.to_thread(_append, self._file, waiting)
         except OSError as error:
             if not self.num_unwritten:
                 logger.error("decisions are not being written: %s", error)
@@ -93,16 +97,17 @@ class Journal:
         kept = self._kept.pop(request_id, None)
         if kept is None:
             return
-        for name in kept.seen.request.known_as:
+        for name in kept.known_as:
             self._aliases[name].remove(request_id)
             if not self._aliases[name]:
                 del self._aliases[name]
 
-    def _record(self, kept: _Kept) -> pb.DecisionRecord:
-        return records.record(self._router_id, kept.decided_unix_ms, kept.seen, kept.judgement)
+
+def _read(record: bytes) -> pb.DecisionRecord:
+    return pb.DecisionRecord.FromString(record)
 
 
-def _append(file: Path, decided: Sequence[pb.DecisionRecord]) -> None:
-    lines = [json.dumps(json_format.MessageToDict(each)) + "\n" for each in decided]
+def _append(file: Path, decided: Sequence[bytes]) -> None:
+    lines = [json.dumps(json_format.MessageToDict(_read(each))) + "\n" for each in decided]
     with file.open("a") as output:
         output.write("".join(lines))

@@ -22,7 +22,7 @@ class Hit(NamedTuple):
     """How many leading 64-token blocks of the prompt a worker holds, the slowest in `tier`."""
 
     num_blocks: int
-    tier: int
+    tier: pb.Tier
 
 
 Hits = Mapping[WorkerKey, Hit]
