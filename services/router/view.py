@@ -5,6 +5,7 @@ Knows the meaning of a heartbeat's numbers; decides nothing.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from shared import farspan_pb2 as pb
@@ -46,12 +47,12 @@ class Worker:
     heartbeat: pb.Heartbeat
     promised: Promised = Promised()
 
-    @property
+    @cached_property
     def key(self) -> WorkerKey:
         """Which life this is."""
         return key_of(self.heartbeat.worker)
 
-    @property
+    @cached_property
     def layout_key(self) -> LayoutKey:
         """KV moves only between workers where this is equal."""
         return layout_key(self.heartbeat.layout)
