@@ -3,12 +3,12 @@
 Knows the Hugging Face file names; knows nothing of weights.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.json_file import read_object
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Checkpoint:
 
 def read_checkpoint(directory: Path) -> Checkpoint:
     """The checkpoint's settings. Raises ConfigError naming the file or field that is missing."""
-    config = read_json(directory / "config.json")
+    config = read_object(directory / "config.json")
     generation_path = directory / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.exists() else {}
+    generation = read_object(generation_path) if generation_path.exists() else {}
     is_greedy = generation.get("do_sample") is False
     return Checkpoint(
         max_context_tokens=_integer(config, "max_position_embeddings", directory),
@@ -37,19 +37,6 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         top_p=float(generation.get("top_p", 1.0)),
         top_k=int(generation.get("top_k", 0)),
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ConfigError naming the file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} does not hold a JSON object")
-    return content
 
 
 def _integer(config: dict[str, Any], name: str, directory: Path) -> int:

@@ -14,9 +14,10 @@ import jinja2.ext
 import jinja2.sandbox
 import tokenizers
 
-from services.gateway.checkpoint import Checkpoint, read_checkpoint, read_json
+from services.gateway.checkpoint import Checkpoint, read_checkpoint
 from services.gateway.detokenizer import Detokenizer, TokenBytes
 from shared.errors import BadRequest, ConfigError
+from shared.json_file import read_object
 
 _USUAL_CHARACTERS_PER_TOKEN = 4  # texts below this are encoded once, in full
 _PIECE_CHARACTERS = 1 << 16
@@ -30,7 +31,7 @@ class Tokenizer:
         """Load from a checkpoint directory. Raises ConfigError naming what is missing."""
         self.checkpoint: Checkpoint = read_checkpoint(directory)
         path = directory / "tokenizer.json"
-        definition = read_json(path)
+        definition = read_object(path)
         decoder = definition.get("decoder") or {}
         if decoder.get("type") != "ByteLevel":
             raise ConfigError(

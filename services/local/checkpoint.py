@@ -3,11 +3,10 @@
 The services check the rest, when they load it; a wrong path is told before anything has started.
 """
 
-import json
 from pathlib import Path
-from typing import Any
 
 from shared.errors import ConfigError
+from shared.json_file import read_object
 
 _MODEL_TYPE = "glm_moe_dsa"
 _FILES = ("tokenizer.json", "chat_template.jinja")
@@ -18,7 +17,7 @@ def require_servable(checkpoint: Path) -> None:
     if not checkpoint.is_dir():
         what = "is no folder" if checkpoint.exists() else "does not exist"
         raise ConfigError(f"the checkpoint {checkpoint} {what}: choose another with --checkpoint")
-    model_type = _config(checkpoint / "config.json").get("model_type")
+    model_type = read_object(checkpoint / "config.json").get("model_type")
     if model_type != _MODEL_TYPE:
         raise ConfigError(
             f"the checkpoint {checkpoint} is a model of type {model_type!r}: only {_MODEL_TYPE!r}"
@@ -29,15 +28,3 @@ def require_servable(checkpoint: Path) -> None:
         missing.append("*.safetensors")
     if missing:
         raise ConfigError(f"the checkpoint {checkpoint} has no {' and no '.join(missing)}")
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the checkpoint's {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"the checkpoint's {path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"the checkpoint's {path} does not hold a JSON object")
-    return content

@@ -5,12 +5,12 @@ SGLang, which serve the real weights; where transformers differs (the latent nor
 win.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.json_file import read_object
 
 _FIXED = {  # fields with one supported value: another would change results silently
     "model_type": "glm_moe_dsa",
@@ -110,12 +110,9 @@ def load_config(checkpoint: Path) -> ModelConfig:
     supported.
     """
     path = checkpoint / "config.json"
+    raw = read_object(path)
     try:
-        raw = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the checkpoint's {path}: {error}") from error
-    try:
-        return parse_config(_object(raw, "the file"))
+        return parse_config(raw)
     except KeyError as error:
         raise ConfigError(f"{path} has no field {error}") from error
     except ConfigError as error:

@@ -188,7 +188,7 @@ def test_a_refused_field_is_named_with_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{", "[1, 2", "\x00"])
 def test_a_file_that_is_no_json_is_refused(tmp_path: Path, content: str) -> None:
     """A download that broke off."""
-    with pytest.raises(ConfigError, match=r"cannot read .*config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
         load_config(written(tmp_path, content))
 
 
@@ -221,7 +221,7 @@ def test_a_field_with_a_senseless_value_is_refused_by_name(
 
 
 def test_a_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json: the file is not a JSON object"):
+    with pytest.raises(ConfigError, match=r"config\.json does not hold a JSON object"):
         load_config(written(tmp_path, "[]"))
 
 
