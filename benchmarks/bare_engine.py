@@ -4,6 +4,7 @@ Same model, pools, kernels, chunk size and threads as the services use; a handof
 memory.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from services.decode.config import DecodeConfig
+from shared.engine import tiles
 from shared.engine.comm import RankGroup
 from shared.engine.decode_engine import (
     DecodeEngineSettings,
@@ -68,11 +70,11 @@ class BareEngine:
             )
         )
         self._num_used_blocks = 0
-        self._prefill_threads = torch.get_num_threads()
+        self._prefill_threads = len(os.sched_getaffinity(0))
 
     def prefill(self, prompt: Sequence[int]) -> Sampled:
         """Compute the prompt into the prefill pool and draw the first token."""
-        torch.set_num_threads(self._prefill_threads)
+        tiles.use(self._prefill_threads)
         for done in range(0, len(prompt), self._chunk_tokens):
             end = min(len(prompt), done + self._chunk_tokens)
             sampled = self._prefill.run(PrefillStep((self._chunk(prompt, done, end),))).sampled
@@ -94,7 +96,7 @@ class BareEngine:
 
     def step(self, streams: Sequence[Stream]) -> None:
         """One more token for each stream."""
-        torch.set_num_threads(DecodeConfig.threads)
+        tiles.use(DecodeConfig.threads)
         rows = [
             DecodeRow(s.sequence, s.token_ids[-1], s.position, s.hidden, Sampling())
             for s in streams

@@ -1,6 +1,7 @@
 """The bundled checkpoint as tests use it: one model, engines over small pools, real text."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from shared.engine import tiles
 from shared.engine.attention import select_positions
 from shared.engine.comm import RankGroup
 from shared.engine.kv.format import KvFormat, make_format
@@ -22,6 +24,16 @@ from shared.engine.prefill_kv import KvContext, Select
 from shared.engine.step import Chunk, PrefillStep, Sampled, Sampling
 
 CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "demo-fp8"
+
+
+@contextmanager
+def threads(num_threads: int) -> Iterator[None]:
+    """Compute with so many threads inside the block."""
+    before = tiles.use(num_threads)
+    try:
+        yield
+    finally:
+        tiles.use(before)
 
 
 @cache

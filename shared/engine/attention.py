@@ -9,12 +9,16 @@ from collections.abc import Sequence
 
 import torch
 
-from shared.engine.tiles import spread
+from shared.engine.tiles import padded, spread
 
 # Tiles stay in the cores' caches and their buffers are reused: a fresh allocation per tile costs
 # more in page faults than the arithmetic (docs/LOG.md, 2026-11-30).
 _TILE_SCORES = 1 << 19  # fp32 per-head scores held at once while choosing
 _TILE_ROWS = 1 << 11  # gathered rows held at once while attending
+
+# Scores are summed in whole vectors: behind them, and in rows that begin inside one, the sum over
+# heads has other last bits, and equal scores would not be equal.
+KEY_STEP = 16
 
 _WIDTHS = tuple(1 << bits for bits in range(5, 11))  # of queries with few places
 
@@ -32,17 +36,19 @@ def select_positions(
     if num_keys - first <= topk:
         return _pad(_all_positions(limits, first, num_keys), topk)
     chosen = query.new_empty((num_queries, topk), dtype=torch.int64)
-    tile = max(1, _TILE_SCORES // (query.shape[1] * num_keys))
+    keys = padded(keys, KEY_STEP)
+    tile = max(1, _TILE_SCORES // (query.shape[1] * len(keys)))
 
     def select(begins: Sequence[int]) -> None:
-        per_head = query.new_empty(min(tile, num_queries) * query.shape[1] * num_keys)
+        per_head = query.new_empty(min(tile, num_queries) * query.shape[1] * len(keys))
         for begin in begins:
             part = slice(begin, begin + tile)
             visible = int(limits[part].max()) + 1  # later keys are nobody's here
             if visible - first <= topk:
                 chosen[part] = _pad(_all_positions(limits[part], first, visible), topk)
                 continue
-            scores = index_scores(query[part], weights[part], keys[:visible], per_head)
+            seen = keys[: -(-visible // KEY_STEP) * KEY_STEP]
+            scores = index_scores(query[part], weights[part], seen, per_head)
             chosen[part] = best_positions(scores, limits[part], first, topk)
 
     spread(select, range(0, num_queries, tile))
@@ -52,10 +58,11 @@ def select_positions(
 def index_scores(
     query: torch.Tensor,  # [n, heads, dim]
     weights: torch.Tensor,  # [n, heads]
-    keys: torch.Tensor,  # [num_keys, dim]
+    keys: torch.Tensor,  # [num_keys, dim], num_keys a multiple of KEY_STEP
     buffer: torch.Tensor,  # [>= n * heads * num_keys] fp32, overwritten
 ) -> torch.Tensor:  # [n, num_keys] fp32
-    """The lightning indexer's score of every key for every query."""
+    """The lightning indexer's score of every key for every query, each by itself."""
+    assert keys.shape[0] % KEY_STEP == 0, f"{keys.shape[0]} keys"
     num_rows = query.shape[0] * query.shape[1]
     per_head = buffer[: num_rows * keys.shape[0]].view(num_rows, keys.shape[0])
     torch.mm(query.flatten(0, 1), keys.T, out=per_head).relu_()

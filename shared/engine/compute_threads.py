@@ -22,9 +22,10 @@ def calm_openmp(environ: MutableMapping[str, str]) -> None:
 
 def settle(num_threads: int) -> None:
     """Compute with so many threads from now on, and keep freed memory for the next kernel."""
-    import torch  # after calm_openmp
+    from shared.engine import tiles  # it loads torch, after calm_openmp
 
-    torch.set_num_threads(num_threads)
+    tiles.use(num_threads)
+    tiles.torch_alone()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc only; elsewhere there is nothing to set
         if not libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES):

@@ -23,6 +23,7 @@ from shared.engine.model.loading import load_weights
 from shared.engine.model.transformer import StepRows, Transformer
 from shared.engine.sampler import sample
 from shared.engine.step import Sampling
+from shared.engine.tiles import torch_alone
 from shared.errors import ConfigError
 
 _MIB = 2**20
@@ -88,6 +89,7 @@ class DecodeEngine:
         Raises FloatingPointError for logits that are not finite and RuntimeError for rows that were
         read but not fetched; no token of the step may then be used.
         """
+        torch_alone()
         self.tier.prepare([StepRange(r.sequence, r.position, r.position + 1) for r in rows])
         queries = [QueryRow(row.sequence, row.position) for row in rows]
         token_ids = torch.tensor([row.token_id for row in rows])

@@ -124,11 +124,13 @@ class DecodeKv:
         num_keys = row.position + 1
         blocks = torch.from_numpy(row.sequence.blocks[: -(-num_keys // BLOCK_TOKENS)])
         pages = self._tier.pools.index_pages[self._index_ordinal[layer]].index_select(0, blocks)
-        keys = self._format.decode_keys(self._geometry.records(pages)[:num_keys])
+        # Whole pages: what lies behind the last key is nobody's score.
+        keys = self._format.decode_keys(self._geometry.records(pages))
         one = slice(number, number + 1)
         query = self._format.round_query(queries.index_query[one])
-        buffer = query.new_empty(query.shape[1] * num_keys)
-        out[:num_keys] = index_scores(query, queries.index_weights[one], keys, buffer)[0]
+        buffer = query.new_empty(query.shape[1] * len(keys))
+        scores = index_scores(query, queries.index_weights[one], keys, buffer)
+        out[:num_keys] = scores[0, :num_keys]
 
 
 def _join(slots: Sequence[WriteSlots]) -> WriteSlots:

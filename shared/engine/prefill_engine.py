@@ -10,6 +10,7 @@ from shared.engine.model.transformer import Transformer
 from shared.engine.prefill_kv import KvContext, PrefillKv, StepLayout
 from shared.engine.sampler import sample
 from shared.engine.step import Chunk, PrefillStep, Sampled, StepResult
+from shared.engine.tiles import torch_alone
 
 
 class PlanMismatch(Exception):
@@ -43,6 +44,7 @@ class PrefillEngine:
     @torch.inference_mode()
     def hidden(self, step: PrefillStep) -> torch.Tensor:  # [step tokens, hidden]
         """Write the step's KV in all layers, the MTP layer included; the target's hidden states."""
+        torch_alone()
         layout = StepLayout(step.chunks, self._context.sharding, self._group.rank)
         own_ids = layout.token_ids[layout.local_tokens]
         local = self._model.forward(own_ids, layout.rows(0), self._kv(layout, 0))

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from shared.engine.model.config import AttentionConfig
-from shared.engine.model.linear import Linear, padded
+from shared.engine.model.linear import Linear
+from shared.engine.tiles import padded
 
 _KEY_NORM_EPS = 1e-6  # the indexer's LayerNorm, fixed in every implementation
 

@@ -32,14 +32,3 @@ class Linear:
         """The matrix, unpacked."""
         unpacked: torch.Tensor = self._packed.to_dense()
         return unpacked
-
-
-def padded(
-    rows: torch.Tensor,  # [n, ...]
-    step: int,
-) -> torch.Tensor:
-    """The rows, and zero rows up to a multiple of `step`."""
-    num_missing = -len(rows) % step
-    if not num_missing:
-        return rows
-    return torch.cat((rows, rows.new_zeros((num_missing, *rows.shape[1:]))))

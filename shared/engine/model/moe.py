@@ -5,14 +5,17 @@ choice) and are added in the order of the choices, so the sum has the same bits 
 ranks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from shared.engine.comm import RankGroup
 from shared.engine.model.config import MoeConfig
 from shared.engine.model.layers import MlpWeights, mlp
-from shared.engine.model.linear import Linear, padded
+from shared.engine.model.linear import Linear
+from shared.engine.tiles import by_rows, padded, spread
 
 # Rows of scores that fill whole vectors: torch computes what is left over with another exp.
 _VECTOR_ROWS = 4
@@ -57,7 +60,7 @@ def moe(
     group: RankGroup,
 ) -> torch.Tensor:  # [n, hidden]
     """Routed experts plus the shared expert. Collective over the group."""
-    choice, gates = route(weights, config, hidden)
+    choice, gates = by_rows(partial(route, weights, config), hidden)
     contributions = _expert_outputs(weights, hidden[:num_replicated], choice[:num_replicated])
     group.sum_to_all(contributions)
     if padded_len:
@@ -66,7 +69,7 @@ def moe(
         )
         contributions = torch.cat((contributions, own))
     routed = (contributions * gates.unsqueeze(-1)).sum(1)
-    return routed + mlp(weights.shared_expert, hidden)
+    return routed + by_rows(partial(mlp, weights.shared_expert), hidden)
 
 
 def _dispatch(
@@ -96,7 +99,11 @@ def _expert_outputs(
 ) -> torch.Tensor:  # [n, k, hidden]; zero where another rank holds the expert
     outputs = hidden.new_zeros((*choice.shape, hidden.shape[1]))
     chosen = set(choice.flatten().tolist())
-    for expert in sorted(chosen & weights.experts.keys()):
-        token, slot = torch.where(choice == expert)
-        outputs[token, slot] = mlp(weights.experts[expert], hidden[token])
+
+    def compute(experts: Sequence[int]) -> None:
+        for expert in experts:
+            token, slot = torch.where(choice == expert)
+            outputs[token, slot] = mlp(weights.experts[expert], hidden[token])
+
+    spread(compute, sorted(chosen & weights.experts.keys()))
     return outputs

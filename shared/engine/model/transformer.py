@@ -5,6 +5,7 @@ reads it: that is the KvStep given by prefill or decode.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -25,6 +26,7 @@ from shared.engine.model.layers import (
 )
 from shared.engine.model.linear import Linear
 from shared.engine.model.moe import MoeWeights, moe
+from shared.engine.tiles import by_rows
 
 
 @dataclass(frozen=True)
@@ -117,10 +119,13 @@ class Transformer:
         experts need not run.
         """
         weights, eps = self.weights.mtp.layer, self.config.rms_norm_eps
-        normed = rms_norm(self._mtp_input(token_ids, previous_hidden), weights.input_norm, eps)
+
+        def new(ids: torch.Tensor, previous: torch.Tensor, angles: torch.Tensor) -> NewKv:
+            normed = rms_norm(self._mtp_input(ids, previous), weights.input_norm, eps)
+            return project_kv(weights.attention, self.config.attention, normed, angles, eps)
+
         angles = self._rope.angles(rows.positions)
-        new = project_kv(weights.attention, self.config.attention, normed, angles, eps)
-        kv.write(self.config.num_layers, new)
+        kv.write(self.config.num_layers, by_rows(new, token_ids, previous_hidden, angles))
 
     def forward_mtp(
         self,
@@ -158,13 +163,25 @@ class Transformer:
         kv: KvStep,
     ) -> torch.Tensor:
         config, eps = self.config.attention, self.config.rms_norm_eps
-        normed = rms_norm(hidden, weights.input_norm, eps)
-        kv.write(layer, project_kv(weights.attention, config, normed, angles, eps))
-        queries = project_queries(weights.attention, config, normed, angles, eps)
-        hidden = hidden + merge_heads(weights.attention, kv.attend(layer, queries))
-        normed = rms_norm(hidden, weights.post_attention_norm, eps)
+
+        def enter(hidden: torch.Tensor, angles: torch.Tensor) -> tuple[NewKv, Queries]:
+            normed = rms_norm(hidden, weights.input_norm, eps)
+            return (
+                project_kv(weights.attention, config, normed, angles, eps),
+                project_queries(weights.attention, config, normed, angles, eps),
+            )
+
+        def leave(
+            hidden: torch.Tensor, attended: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = hidden + merge_heads(weights.attention, attended)
+            return hidden, rms_norm(hidden, weights.post_attention_norm, eps)
+
+        new, queries = by_rows(enter, hidden, angles)
+        kv.write(layer, new)
+        hidden, normed = by_rows(leave, hidden, kv.attend(layer, queries))
         if isinstance(weights.feed_forward, MlpWeights):
-            return hidden + mlp(weights.feed_forward, normed)
+            return hidden + by_rows(partial(mlp, weights.feed_forward), normed)
         return hidden + moe(
             weights.feed_forward,
             self.config.moe,

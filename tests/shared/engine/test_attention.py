@@ -97,6 +97,25 @@ def test_a_query_chooses_alone() -> None:
         assert chosen[row][alone.shape[1] :].eq(-1).all()
 
 
+@pytest.mark.parametrize("num_keys", [257, 261, 512, 513, 777])
+def test_equal_keys_have_equal_scores_wherever_they_and_the_query_stand(num_keys: int) -> None:
+    """The lower of two equal keys at the threshold is chosen, in a tile and alone."""
+    num_queries, heads, topk = 24, 32, 64
+    query, weights = normal(1, num_queries, heads, 128), normal(2, num_queries, heads)
+    limits = torch.full((num_queries,), num_keys - 1)
+    for row in range(num_queries):
+        keys, one = normal(3, num_keys, 128), slice(row, row + 1)
+        scores = torch.einsum("h,hk->k", weights[row], torch.relu(query[row] @ keys.T))
+        last_chosen = int(scores.argsort(descending=True)[topk - 1])
+        keys[0] = keys[last_chosen]
+
+        together = select_positions(query, weights, keys, limits, 0, topk)[row]
+        alone = select_positions(query[one], weights[one], keys, limits[one], 0, topk)[0]
+
+        assert torch.equal(together, alone)
+        assert together[0] == 0
+
+
 def test_negative_weights_count() -> None:
     """A head may speak against a key; its ReLU comes before its weight."""
     query, keys = torch.tensor([[[1.0], [1.0]]]), torch.tensor([[1.0], [-1.0], [2.0]])
@@ -111,12 +130,12 @@ def test_scores_fill_no_more_than_their_buffer() -> None:
     buffer = torch.full((200,), 7.0)
 
     scores = index_scores(
-        integers(1, 3, HEADS, DIM), integers(2, 3, HEADS), integers(3, 20, DIM), buffer
+        integers(1, 3, HEADS, DIM), integers(2, 3, HEADS), integers(3, 32, DIM), buffer
     )
 
-    assert scores.shape == (3, 20)
+    assert scores.shape == (3, 32)
     assert torch.isfinite(scores).all()
-    assert (buffer[3 * HEADS * 20 :] == 7.0).all()
+    assert (buffer[3 * HEADS * 32 :] == 7.0).all()
 
 
 @given(st.integers(0, 2**30), st.integers(1, 30))

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from shared.engine.attention import index_scores, select_positions
+from shared.engine.attention import KEY_STEP, index_scores, select_positions
 from shared.engine.step import Chunk, PrefillStep, Sampled, Sampling
+from shared.engine.tiles import padded
 from tests import demo
 from tests.oracles.transformers_oracle import TransformersOracle
 
@@ -105,8 +106,9 @@ def test_selections_differ_only_between_equal_scores(oracle: OracleRun) -> None:
             swapped = ours ^ (set(theirs[row].tolist()) - {-1})
             if not swapped:
                 continue
-            buffer = torch.empty(query.shape[1] * keys.shape[0])
-            scores = index_scores(query[row : row + 1], weights[row : row + 1], keys, buffer)[0]
+            one, whole = slice(row, row + 1), padded(keys, KEY_STEP)
+            buffer = torch.empty(query.shape[1] * len(whole))
+            scores = index_scores(query[one], weights[one], whole, buffer)[0]
             values = scores[sorted(swapped)]
             assert float(values.max() - values.min()) < SCORE_TOLERANCE, f"{layer=} {row=}"
 
@@ -143,6 +145,23 @@ def test_where_chunks_end_changes_no_bit(kv_format: str, ends: Sequence[int]) ->
     assert drawn == expected
     assert torch.equal(chunked.pool.rows, whole.pool.rows)
     assert torch.equal(chunked.pool.index_pages, whole.pool.index_pages)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3, 6])
+@pytest.mark.parametrize("ends", [[601], [300, 601]], ids=["whole", "in two"])
+def test_how_many_threads_compute_changes_no_bit(num_threads: int, ends: list[int]) -> None:
+    """601 rows cut by three or six threads would fall inside a vector (silu, exp)."""
+    prompt = list(demo.text_tokens()[:601])
+    found, expected = demo.reference(601, "fp8_ds_mla"), demo.reference(601, "fp8_ds_mla")
+    with demo.threads(2):
+        wanted = expected.prefill(prompt, 601, Sampling())
+
+    with demo.threads(num_threads):
+        drawn = found.prefill_to(prompt, ends, Sampling())
+
+    assert drawn == wanted
+    assert torch.equal(found.pool.rows, expected.pool.rows)
+    assert torch.equal(found.pool.index_pages, expected.pool.index_pages)
 
 
 @pytest.mark.parametrize("kv_format", ["fp32", "fp8_ds_mla"])

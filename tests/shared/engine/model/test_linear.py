@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.engine.model.linear import Linear, padded
+from shared.engine.model.linear import Linear
+from shared.engine.tiles import padded
 
 # Inputs and outputs of the demo's and GLM-5.3's layers, and what no vector unit likes.
 WIDTHS = [1, 7, 16, 65, 128, 256, 512, 576, 1024, 2048, 6144]
@@ -35,20 +36,6 @@ def test_a_rows_bits_do_not_depend_on_the_others(
 
     assert torch.equal(linear(rows[begin:end]), product[begin:end])
     torch.testing.assert_close(product, rows @ linear.weight.T, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_nor_on_the_number_of_threads(num_threads: int) -> None:
-    """Prefill computes with all cores, decode with one."""
-    linear, rows = Linear(normal(1, 2048, 768)), normal(2, 33, 768)
-    expected, before = linear(rows), torch.get_num_threads()
-
-    torch.set_num_threads(num_threads)
-    try:
-        assert torch.equal(linear(rows), expected)
-        assert torch.equal(linear(rows[:1]), expected[:1])
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
