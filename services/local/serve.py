@@ -2,8 +2,12 @@
 
 import asyncio
 import json
+import os
+import shutil
+import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from services.local.plan import Options
 from services.local.stack import Stack
@@ -39,18 +43,27 @@ def _welcome(stack: Stack, model: str, elapsed_s: float) -> str:
     )
     logs = "\n".join(f"  {name:<10} {stack.log(name)}" for name in stack.children)
     port = "" if stack.port == 8000 else f" --port {stack.port}"
+    farspan = _program()
     return f"""
 Serving {model} at {stack.base_url} after {elapsed_s:.1f} s. Try:
 
   curl {stack.base_url}/chat/completions -H 'Content-Type: application/json' \\
     -d '{body}'
 
-  farspan chat{port}      talk in this terminal
-  farspan status{port}    services, workers, pools
+  {farspan} chat{port}      talk in this terminal
+  {farspan} status{port}    services, workers, pools
 
 Logs:
 {logs}
 """
+
+
+def _program() -> str:
+    """What to type for this program here: a virtual environment need not be on the PATH."""
+    script = Path(sys.executable).with_name("farspan")
+    if not script.exists():
+        return f"{os.path.relpath(sys.executable)} -m services.local"
+    return "farspan" if shutil.which("farspan") == str(script) else os.path.relpath(script)
 
 
 def _say(text: str) -> None:

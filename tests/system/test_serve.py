@@ -155,6 +155,9 @@ def test_what_is_shown_can_be_used_as_it_is(served: Served) -> None:
     assert '"finish_reason":"stop"' in answer
     assert set(logs) == {"nats", "redis", *SERVICES}
     assert all(Path(path).is_file() for path in logs.values())
+    (status,) = re.findall(r"^  (.* status.*?)  ", served.shown, re.MULTILINE)
+    told = subprocess.run(["sh", "-c", status], capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0 and "prefill" in told.stdout, told
 
 
 def test_a_chat_over_a_pipe_is_answered(served: Served) -> None:
