@@ -5,6 +5,7 @@ Weights are plain tensors in frozen dataclasses. Rotary pairs are adjacent (inte
 place, as in FlashMLA's cache; transformers writes them as halves, with equal dot products.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,22 +13,18 @@ import torch.nn.functional as F
 
 from shared.engine.model.config import AttentionConfig
 from shared.engine.model.linear import Linear
-from shared.engine.tiles import padded
 
 _KEY_NORM_EPS = 1e-6  # the indexer's LayerNorm, fixed in every implementation
 
 
-# torch's CPU products of few rows add up in another order, unless they are a multiple of four
-# (docs/LOG.md, 2026-11-30).
-_ROW_STEP = 4
-
-
 def _project_heads(
     rows: torch.Tensor,  # [n, heads, in]
-    weights: torch.Tensor,  # [heads, in, out]
-) -> torch.Tensor:  # [n, heads, out]
-    """Each head's product with its own matrix; bits as in Linear."""
-    return torch.bmm(padded(rows, _ROW_STEP).transpose(0, 1), weights).transpose(0, 1)[: len(rows)]
+    heads: Sequence[Linear],  # in to out, each
+    out: torch.Tensor,  # [n, heads, out], written
+) -> None:
+    """Each head's product with its own matrix."""
+    for head, linear in enumerate(heads):
+        out[:, head] = linear(rows[:, head])
 
 
 class Rope:
@@ -78,8 +75,8 @@ class AttentionWeights:
     q_b: Linear  # q_lora_rank to heads * (nope + rope)
     kv_a: Linear  # hidden to kv_lora_rank + rope
     kv_a_norm: torch.Tensor  # [kv_lora_rank]
-    key_up: torch.Tensor  # [heads, nope, kv_lora_rank]
-    value_up: torch.Tensor  # [heads, kv_lora_rank, value_dim]
+    key_up: Sequence[Linear]  # of each head: nope to kv_lora_rank
+    value_up: Sequence[Linear]  # of each head: kv_lora_rank to value_dim
     out: Linear  # heads * value_dim to hidden
     indexer: IndexerWeights | None
 
@@ -136,9 +133,8 @@ def project_queries(
     query_latent = rms_norm(weights.q_a(hidden), weights.q_a_norm, eps)
     query = weights.q_b(query_latent).unflatten(1, (config.num_heads, -1))
     nope, rope = query[..., : config.nope_dim], query[..., config.nope_dim :]
-    # Copied into place: joining a transposed tensor with another takes ten times as long.
     absorbed = query.new_empty((*query.shape[:2], config.kv_lora_rank + config.rope_dim))
-    absorbed[..., : config.kv_lora_rank] = _project_heads(nope, weights.key_up)
+    _project_heads(nope, weights.key_up, absorbed[..., : config.kv_lora_rank])
     absorbed[..., config.kv_lora_rank :] = rotate(rope, angles)
     index_query, index_weights = None, None
     if weights.indexer is not None:
@@ -157,10 +153,12 @@ def _rotate_start(vectors: torch.Tensor, rope_dim: int, angles: torch.Tensor) ->
 
 def merge_heads(
     weights: AttentionWeights,
+    config: AttentionConfig,
     attended: torch.Tensor,  # [n, heads, kv_lora_rank]
 ) -> torch.Tensor:  # [n, hidden]
     """Attention's output: each head's value up-projection, then the output projection."""
-    values = _project_heads(attended, weights.value_up)
+    values = attended.new_empty((*attended.shape[:2], config.value_dim))
+    _project_heads(attended, weights.value_up, values)
     return weights.out(values.flatten(1))
 
 

@@ -88,8 +88,8 @@ class _Loader:
             q_b=self._linear(prefix + "q_b_proj.weight", heads * query_dim, attention.q_lora_rank),
             kv_a=self._linear(prefix + "kv_a_proj_with_mqa.weight", attention.latent_dim, width),
             kv_a_norm=self._tensor(prefix + "kv_a_layernorm.weight", rank),
-            key_up=key_up.contiguous(),
-            value_up=value_up.transpose(1, 2).contiguous(),
+            key_up=[Linear(head.T.contiguous()) for head in key_up],
+            value_up=[Linear(head.contiguous()) for head in value_up],
             out=self._linear(prefix + "o_proj.weight", width, heads * attention.value_dim),
             indexer=self._indexer(prefix + "indexer.") if owns_indexer else None,
         )

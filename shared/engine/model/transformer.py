@@ -174,7 +174,7 @@ class Transformer:
         def leave(
             hidden: torch.Tensor, attended: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            hidden = hidden + merge_heads(weights.attention, attended)
+            hidden = hidden + merge_heads(weights.attention, config, attended)
             return hidden, rms_norm(hidden, weights.post_attention_norm, eps)
 
         new, queries = by_rows(enter, hidden, angles)
