@@ -108,4 +108,5 @@ class PrefillWorker:
             tokens_per_s=self._throughput.tokens_per_s,
             eviction_age_s=self.cache.eviction_age_s,
             empty_blocks=self.cache.num_empty,
+            step_s=self._throughput.step_s,
         )

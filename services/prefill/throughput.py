@@ -18,6 +18,11 @@ class Throughput:
         """0 until something was measured."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
+    @property
+    def step_s(self) -> float:
+        """How long a step took on average; 0 until something was measured."""
+        return self._seconds / len(self._steps) if self._steps else 0.0
+
     def add(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long."""
         self._steps.append((num_tokens, seconds))

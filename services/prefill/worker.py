@@ -93,6 +93,7 @@ class Worker:
             tokens_per_s=self._throughput.tokens_per_s,
             eviction_age_s=self._allocator.eviction_age_s,
             empty_blocks=self._allocator.num_empty,
+            step_s=self._throughput.step_s,
         )
 
     async def run(self) -> None:

@@ -7,6 +7,7 @@ from services.prefill.throughput import Throughput
 
 def test_nothing_measured_is_zero() -> None:
     assert Throughput().tokens_per_s == 0.0
+    assert Throughput().step_s == 0.0
 
 
 def test_only_the_last_minute_of_work_counts() -> None:
@@ -18,6 +19,17 @@ def test_only_the_last_minute_of_work_counts() -> None:
         throughput.add(500, 1.0)
 
     assert throughput.tokens_per_s == pytest.approx(500)
+
+
+def test_a_step_takes_what_those_of_the_last_minute_took_on_average() -> None:
+    """Whoever comes while one runs waits for about so long, however little it computes."""
+    throughput = Throughput()
+    for _ in range(100):
+        throughput.add(64, 0.1)
+    for _ in range(300):
+        throughput.add(1000, 0.25)
+
+    assert throughput.step_s == pytest.approx(0.25)
 
 
 def test_a_step_longer_than_the_window_is_all_there_is() -> None:

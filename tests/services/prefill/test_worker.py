@@ -171,3 +171,4 @@ async def test_throughput_is_measured(loop: Loop) -> None:
     await loop.work("a", list(range(300))).sampled
 
     assert loop.worker.load().tokens_per_s > 0
+    assert loop.worker.load().step_s > 0
