@@ -55,7 +55,8 @@ def prefill_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates
     hit_tokens = _hit_tokens(hit, prompt_tokens - 1)
     own_tokens = prompt_tokens - hit_tokens
     tokens_per_s = max(load.tokens_per_s, rates.prefill_tokens_per_s)
-    queue_s = _tokens_before(worker, own_tokens) / tokens_per_s
+    before_s = _tokens_before(worker, own_tokens) / tokens_per_s
+    queue_s = before_s + _step_wait_s(worker)
     own_s = own_tokens / tokens_per_s
     if hit is not None and hit.tier == pb.TIER_HOST:
         own_s += hit_tokens * worker.kv_bytes_per_token / rates.host_load_bytes_per_s
@@ -72,7 +73,7 @@ def prefill_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates
         work_tokens=own_tokens,
         num_pages=0,
         num_device_pages=0,
-        earliest_s=queue_s + own_s if load.tokens_per_s else 0.0,
+        earliest_s=before_s + own_s if load.tokens_per_s else 0.0,
         figures=f"queue {queue_s:.3f} s, own {own_s:.3f} s, evicts {lost_s:.3f} s,"
         f" hit {hit_tokens} tokens",
     )
@@ -172,12 +173,26 @@ def _tokens_before(worker: Worker, own_tokens: int) -> float:
 
     So a turn with a good hit does not flee from a long prompt that it would overtake.
     """
+    queued_tokens = _queued_tokens(worker)
     load, promised = worker.heartbeat.load, worker.promised
-    queued_tokens = load.waiting_tokens + promised.prefill_tokens
     num_queued = load.num_running + load.num_waiting + promised.num_new
     if num_queued == 0:
         return queued_tokens  # nobody says how many prompts share them
     return min(queued_tokens, num_queued * own_tokens / _BY_REMAINING_SHARE)
+
+
+def _step_wait_s(worker: Worker) -> float:
+    """What steps cost a prompt behind others, however little they compute: one of average length.
+
+    Half of it is what is left of the step that runs, which nobody interrupts; the other half is
+    what the others fill the prompt's own last step with.
+    """
+    return worker.heartbeat.load.step_s if _queued_tokens(worker) else 0.0
+
+
+def _queued_tokens(worker: Worker) -> int:
+    """To compute there, those on the way to it included."""
+    return worker.heartbeat.load.waiting_tokens + worker.promised.prefill_tokens
 
 
 def _chance_of_reuse(unused_s: float) -> float:

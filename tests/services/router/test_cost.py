@@ -38,6 +38,31 @@ def test_a_prompt_that_is_the_longest_waits_for_the_whole_queue() -> None:
     assert bid.cost_s == pytest.approx((800 + 2 * 10_000) / 10_000)
 
 
+def test_a_prompt_behind_others_also_waits_for_the_step_that_runs() -> None:
+    """No step is interrupted, however little it computes; where nothing is queued none runs."""
+    queued = load(num_running=1, waiting_tokens=100, step_s=0.2)
+    told = prefill("p0", load=queued)
+    on_the_way = prefill("p1", Promised(prefill_tokens=100, num_new=1), load=load(step_s=0.2))
+    idle = prefill("p2", load=load(step_s=0.2))
+
+    behind, soon_behind, alone = (
+        cost.prefill_bid(request(1000), worker, None, RATES) for worker in (told, on_the_way, idle)
+    )
+
+    assert alone.cost_s == pytest.approx(2 * 0.1)
+    assert behind.cost_s == soon_behind.cost_s == pytest.approx(0.2 + 0.01 + 2 * 0.1)
+    assert "queue 0.210 s" in behind.figures
+
+
+def test_an_average_step_is_no_reason_to_refuse_a_request() -> None:
+    """The one that runs may be over in a moment."""
+    busy = prefill("p0", load=load(num_running=1, waiting_tokens=100, step_s=0.2))
+
+    bid = cost.prefill_bid(request(1000), busy, None, RATES)
+
+    assert bid.earliest_s == pytest.approx(0.01 + 0.1)
+
+
 def test_driving_out_what_was_just_used_costs_its_computing() -> None:
     """Somebody will do it again; what is old is hardly wanted again; 0 is not known."""
 

@@ -62,6 +62,15 @@ def test_a_turn_stays_with_its_prefix_behind_a_long_prompt_that_it_overtakes() -
     assert chosen(request(100_700), fleet)[0] == "p1"
 
 
+def test_a_small_hit_is_not_worth_waiting_for_a_step() -> None:
+    """512 tokens are computed in less time than a step takes; a good hit still is."""
+    busy = prefill("p0", load=load(num_running=1, waiting_tokens=64, step_s=0.15))
+    fleet = [busy, prefill("p1"), decode("d0")]
+
+    assert chosen(request(20_000), fleet, device_hit("p0", 8))[0] == "p1"
+    assert chosen(request(20_000), fleet, device_hit("p0", 80))[0] == "p0"
+
+
 def test_a_cold_prompt_goes_where_the_oldest_blocks_lie() -> None:
     """So the workers' caches together forget as one cache would: the least recently used first."""
     fleet = [
