@@ -98,7 +98,8 @@ def measured(workers: Iterable[Worker], rates: Rates) -> dict[int, Rates]:
 def decode_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates: Rates) -> Bid:
     """Time until the missing KV has arrived, plus the worker's pressure expressed in seconds."""
     load = worker.heartbeat.load
-    hit_tokens = _hit_tokens(hit, request.num_prompt_tokens)
+    # As at prefill the last token is computed anew, so of its block nothing is kept.
+    hit_tokens = _hit_tokens(hit, request.num_prompt_tokens - 1)
     missing_tokens = request.num_prompt_tokens - hit_tokens
     link_s = worker.kv_bytes_per_token / rates.link_bytes_per_s
     import_s = (load.waiting_tokens + missing_tokens) * link_s

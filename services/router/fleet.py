@@ -1,5 +1,6 @@
 """The fleet as the last heartbeats describe it. Knows time only through the clock it is given."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -69,3 +70,7 @@ def _check(heartbeat: pb.Heartbeat) -> None:
         raise BadRequest("a heartbeat without a worker")
     if heartbeat.role not in _ROLES or heartbeat.state not in _KNOWN_STATES:
         raise BadRequest(f"a heartbeat of {worker.worker_id} without a known role and state")
+    load = heartbeat.load
+    for measured in (load.tokens_per_s, load.eviction_age_s, load.step_s):
+        if not 0 <= measured < math.inf:
+            raise BadRequest(f"a heartbeat of {worker.worker_id} measured {measured}")

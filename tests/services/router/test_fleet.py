@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from services.router.fleet import Fleet
@@ -96,6 +98,21 @@ def test_silence_while_we_could_not_hear_is_excused(fleet: Fleet, clock: Clock) 
 def test_an_unclear_heartbeat_is_refused(fleet: Fleet, broken: pb.Heartbeat) -> None:
     """proto3 reads what is missing as zero; here it stops."""
     with pytest.raises(BadRequest):
+        fleet.observe(broken)
+
+    assert names(fleet) == []
+
+
+@pytest.mark.parametrize("measured", [-1e6, math.inf, math.nan])
+@pytest.mark.parametrize("name", ["tokens_per_s", "eviction_age_s", "step_s"])
+def test_a_figure_that_no_worker_can_measure_is_refused(
+    fleet: Fleet, name: str, measured: float
+) -> None:
+    """One such worker would be chosen for everything, or make every decision fail."""
+    broken = heartbeat("p0", pb.ROLE_PREFILL)
+    setattr(broken.load, name, measured)
+
+    with pytest.raises(BadRequest, match="p0 measured"):
         fleet.observe(broken)
 
     assert names(fleet) == []

@@ -150,8 +150,8 @@ def test_a_whole_hit_leaves_the_last_token_to_compute() -> None:
 
     assert decision.placement.prefill_hit_tokens == 64
     assert decision.prefill_tokens == 64
-    assert decision.placement.decode_hit_tokens == 128
-    assert decision.decode_pages == 2, "128 + 100 tokens are 4 pages, 2 of them are there"
+    assert decision.placement.decode_hit_tokens == 64
+    assert decision.decode_pages == 3, "128 + 100 tokens are 4 pages, 1 of them is there"
 
 
 def test_a_long_request_goes_to_the_worker_that_can_hold_it() -> None:
