@@ -87,7 +87,7 @@ class Failure(_message.Message):
     def __init__(self, kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class PlaceRequest(_message.Message):
-    __slots__ = ("request_id", "model", "block_hashes", "num_prompt_tokens", "max_new_tokens", "deadline_unix_ms", "excluded", "priority", "known_as")
+    __slots__ = ("request_id", "model", "block_hashes", "num_prompt_tokens", "max_new_tokens", "deadline_unix_ms", "excluded", "priority", "known_as", "gateway_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +97,7 @@ class PlaceRequest(_message.Message):
     EXCLUDED_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     KNOWN_AS_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     block_hashes: bytes
@@ -106,7 +107,8 @@ class PlaceRequest(_message.Message):
     excluded: _containers.RepeatedCompositeFieldContainer[WorkerRef]
     priority: int
     known_as: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., deadline_unix_ms: _Optional[int] = ..., excluded: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ..., priority: _Optional[int] = ..., known_as: _Optional[_Iterable[str]] = ...) -> None: ...
+    gateway_id: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., deadline_unix_ms: _Optional[int] = ..., excluded: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ..., priority: _Optional[int] = ..., known_as: _Optional[_Iterable[str]] = ..., gateway_id: _Optional[str] = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("prefill", "decode", "prefill_hit_tokens", "decode_hit_tokens", "reason")
@@ -135,6 +137,12 @@ class PlacementEnded(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class GatewayAlive(_message.Message):
+    __slots__ = ("gateway_id",)
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    gateway_id: str
+    def __init__(self, gateway_id: _Optional[str] = ...) -> None: ...
 
 class PrefixQuery(_message.Message):
     __slots__ = ("block_hashes",)
@@ -557,7 +565,7 @@ class ReplayReply(_message.Message):
     def __init__(self, batches: _Optional[_Iterable[_Union[BlockEvents, _Mapping]]] = ..., snapshot: _Optional[_Union[BlockSnapshot, _Mapping]] = ...) -> None: ...
 
 class Reservation(_message.Message):
-    __slots__ = ("prefill", "decode", "prefill_tokens", "prefill_s", "decode_pages", "device_pages", "lifetime_ms")
+    __slots__ = ("prefill", "decode", "prefill_tokens", "prefill_s", "decode_pages", "device_pages", "lifetime_ms", "gateway_id")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -565,6 +573,7 @@ class Reservation(_message.Message):
     DECODE_PAGES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_PAGES_FIELD_NUMBER: _ClassVar[int]
     LIFETIME_MS_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
     prefill: WorkerRef
     decode: WorkerRef
     prefill_tokens: int
@@ -572,7 +581,8 @@ class Reservation(_message.Message):
     decode_pages: int
     device_pages: int
     lifetime_ms: int
-    def __init__(self, prefill: _Optional[_Union[WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[WorkerRef, _Mapping]] = ..., prefill_tokens: _Optional[int] = ..., prefill_s: _Optional[float] = ..., decode_pages: _Optional[int] = ..., device_pages: _Optional[int] = ..., lifetime_ms: _Optional[int] = ...) -> None: ...
+    gateway_id: str
+    def __init__(self, prefill: _Optional[_Union[WorkerRef, _Mapping]] = ..., decode: _Optional[_Union[WorkerRef, _Mapping]] = ..., prefill_tokens: _Optional[int] = ..., prefill_s: _Optional[float] = ..., decode_pages: _Optional[int] = ..., device_pages: _Optional[int] = ..., lifetime_ms: _Optional[int] = ..., gateway_id: _Optional[str] = ...) -> None: ...
 
 class Promised(_message.Message):
     __slots__ = ("prefill_tokens", "num_new", "num_requests", "num_pages", "num_device_pages")

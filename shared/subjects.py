@@ -44,6 +44,7 @@ class RequestSubject(Generic[MessageT, ReplyT]):
 PLACE = RequestSubject("farspan.v1.router.place", pb.PlaceRequest, pb.PlaceReply)
 # gateway -> every router
 PLACEMENT_ENDED = Subject("farspan.v1.router.ended", pb.PlacementEnded)
+GATEWAY_ALIVE = Subject("farspan.v1.router.alive", pb.GatewayAlive)
 # gateway -> every router; those that remember the request reply
 DECISION_QUERY = Subject("farspan.v1.router.decision", pb.DecisionQuery)
 DECISION_REPLY = Subject("farspan.v1.gateway.{gateway}.decision", pb.DecisionReply)

@@ -32,12 +32,13 @@ from services.gateway.fleet import Fleet
 from services.gateway.listener import listening
 from services.gateway.mailroom import Mailroom
 from services.gateway.tokenizer import Tokenizer
-from shared import bus, lifecycle, subjects
+from shared import bus, lifecycle, subjects, tasks
 from shared import farspan_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.25
+_ALIVE_S = 1.0
 _STALL_S = 1.0  # a loop that stood still this long has unread heartbeats: silence proves nothing
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -87,6 +88,7 @@ async def serve(config: GatewayConfig) -> AsyncIterator[Serving]:
             _watching(line, readiness),
             lifecycle.health(config.host, config.health_port, readiness.read) as health_port,
             listening(app, config) as port,
+            tasks.background(_say_alive(line)),
         ):
             try:
                 yield Serving(port, health_port, readiness)
@@ -198,6 +200,14 @@ def _hearing(line: Line) -> Callable[[pb.Heartbeat], Awaitable[None]]:
         line.fleet.hear(heartbeat, line.clock())
 
     return hear
+
+
+async def _say_alive(line: Line) -> None:
+    """For ever tell the routers that we end what we have placed."""
+    alive = pb.GatewayAlive(gateway_id=line.gateway_id)
+    while True:
+        await line.bus.publish(subjects.GATEWAY_ALIVE, alive)
+        await asyncio.sleep(_ALIVE_S)
 
 
 @asynccontextmanager

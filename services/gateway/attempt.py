@@ -79,6 +79,7 @@ class Attempt:
             excluded=excluded,
             priority=self._job.priority,
             known_as=self._job.known_as,
+            gateway_id=self._line.gateway_id,
         )
         with telemetry.span("gateway.place") as span:
             reply = await self._line.bus.request(

@@ -13,6 +13,7 @@ from contextlib import aclosing, asynccontextmanager
 from services.router import records
 from services.router.config import RouterConfig
 from services.router.fleet import Fleet
+from services.router.gateways import Gateways
 from services.router.journal import Journal
 from services.router.ledger import Ledger
 from services.router.policy import Decision, Judgement
@@ -44,6 +45,7 @@ class Router:
         self._bus = bus
         self._index = index
         self._fleet = Fleet(time.monotonic, config.silence_s)
+        self._gateways = Gateways(time.monotonic, config.gateway_silence_s)
         self._promises = Promises(time.monotonic)
         self._reservations = Reservations(self._promises, ledger)
         self._journal = Journal(config.id, config.decisions_kept, config.decisions_file)
@@ -90,6 +92,10 @@ class Router:
         """Take back what was promised to a request."""
         self._reservations.end(ended.request_id)
 
+    async def on_gateway_alive(self, alive: pb.GatewayAlive) -> None:
+        """Keep the promises made to this gateway."""
+        self._gateways.hear(alive.gateway_id)
+
     async def on_decision_query(self, query: pb.DecisionQuery) -> None:
         """Tell what is remembered of a request, if anything."""
         found = self._journal.find(query.id)
@@ -109,11 +115,26 @@ class Router:
             await self._journal.flush()
 
     async def watch_bus(self) -> None:
-        """For ever note when we could not hear the fleet, so that nobody is taken for dead."""
+        """For ever note when we could not hear, so that nobody is taken for dead; end what the dead
+        have left.
+        """
         while True:
             if not self._bus.is_connected:
                 self._fleet.excuse_silence()
+                self._gateways.excuse_silence()
+            self._end_for_the_dead()
             await asyncio.sleep(_WATCH_S)
+
+    def _end_for_the_dead(self) -> None:
+        made_for = [
+            (promise.reservation.gateway_id, promise.request_id) for promise in self._promises
+        ]
+        gone = self._gateways.gone({gateway_id for gateway_id, _ in made_for})
+        left = [request_id for gateway_id, request_id in made_for if gateway_id in gone]
+        for request_id in left:
+            self._reservations.end(request_id)
+        if left:
+            logger.error("ended %d promises of silent gateways: %s", len(left), sorted(gone))
 
     async def place(self, request: pb.PlaceRequest) -> pb.PlaceReply:
         """Choose workers and promise them the request."""
@@ -244,6 +265,7 @@ async def serve(config: RouterConfig) -> AsyncIterator[Router]:
             lifecycle.health(config.health_host, config.health_port, router.state),
             link.listen(subjects.HEARTBEAT, router.on_heartbeat),
             link.listen(subjects.PLACEMENT_ENDED, router.on_ended),
+            link.listen(subjects.GATEWAY_ALIVE, router.on_gateway_alive),
             link.listen(subjects.DECISION_QUERY, router.on_decision_query),
         ):
             await router.learn_fleet()

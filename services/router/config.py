@@ -33,6 +33,7 @@ class RouterConfig:
     # A placement without hits costs a prefill; waiting longer for an index that is away costs more.
     index_timeout_s: float = 0.1
     silence_s: float = 3.0  # six heartbeats
+    gateway_silence_s: float = 10.0  # a gateway speaks once a second; then its promises are ended
     learn_s: float = 0.6  # a heartbeat and a little: before that the fleet is not known
     max_waiting: int = Rates.max_waiting
     link_bytes_per_s: float = Rates.link_bytes_per_s
@@ -40,7 +41,13 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", self.id):
             raise ValueError(f"id {self.id!r} is not made of [A-Za-z0-9_-]")
-        for name in ("index_timeout_s", "redis_timeout_s", "silence_s", "link_bytes_per_s"):
+        for name in (
+            "index_timeout_s",
+            "redis_timeout_s",
+            "silence_s",
+            "gateway_silence_s",
+            "link_bytes_per_s",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive")
         if min(self.decisions_kept, self.max_waiting, self.learn_s) < 0:

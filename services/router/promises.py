@@ -100,7 +100,7 @@ class Promises:
         """Keep what was decided, once, unless the request has ended meanwhile."""
         promise = Promise(
             request.request_id,
-            reservation(decision, lifetime_s),
+            reservation(decision, lifetime_s, request.gateway_id),
             request.block_hashes,
             self._clock(),
             is_own=True,
@@ -208,7 +208,7 @@ class Promises:
         taken.num_device_pages += sign * promise.reservation.device_pages
 
 
-def reservation(decision: Decision, lifetime_s: float) -> pb.Reservation:
+def reservation(decision: Decision, lifetime_s: float, gateway_id: str = "") -> pb.Reservation:
     """What a decision takes, as routers tell each other."""
     return pb.Reservation(
         prefill=decision.placement.prefill,
@@ -218,6 +218,7 @@ def reservation(decision: Decision, lifetime_s: float) -> pb.Reservation:
         decode_pages=decision.decode_pages,
         device_pages=decision.device_pages,
         lifetime_ms=int(lifetime_s * 1000),
+        gateway_id=gateway_id,
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from services.gateway.app import serve
 from services.gateway.config import GatewayConfig
-from shared import bus
+from shared import bus, subjects
 from shared import farspan_pb2 as pb
 from shared.block_hash import block_hashes, namespace, pack, token_ids
 from shared.errors import ConfigError
@@ -319,6 +319,29 @@ async def test_models_are_listed(stage: Stage) -> None:
     assert (await stage.client.models.retrieve(MODEL)).id == MODEL
     with pytest.raises(openai.NotFoundError):
         await stage.client.models.retrieve("other")
+
+
+async def test_a_gateway_says_that_it_lives_and_names_itself_in_what_it_places(
+    nats_url: str,
+) -> None:
+    """Else the routers would end its promises; and after its death they could not."""
+    alive: list[str] = []
+    placed: list[str] = []
+
+    async def hear(message: pb.GatewayAlive) -> None:
+        alive.append(message.gateway_id)
+
+    async with (
+        bus.connect(nats_url, "test") as link,
+        link.listen(subjects.GATEWAY_ALIVE, hear),
+        staged(nats_url, id="g-of-this-test") as stage,
+    ):
+        stage.plan("Once")
+        await stage.complete()
+        placed += [request.gateway_id for request in stage.fleet.places]
+        await eventually(lambda: alive.count("g-of-this-test") > 1)
+
+    assert placed == ["g-of-this-test"]
 
 
 async def test_readiness_follows_the_fleet(nats_url: str) -> None:

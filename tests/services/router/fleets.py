@@ -6,6 +6,17 @@ from services.router.view import Promised, Worker
 from shared import farspan_pb2 as pb
 from shared.block_hash import BLOCK_TOKENS, HASH_BYTES
 
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 MODEL = "demo"
 LAYOUT = pb.KvLayout(
     model_fingerprint="f",

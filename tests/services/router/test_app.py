@@ -276,6 +276,35 @@ async def test_a_placement_is_one_tree_of_spans(
     assert "hit 960 tokens" in by_name["router.place"]["attributes"]["reason"]
 
 
+async def test_promises_to_a_gateway_that_died_are_ended(
+    config: RouterConfig, link: Bus, redis_url: str
+) -> None:
+    """It cannot end them itself; until its requests' deadlines an idle fleet would look full."""
+    own = replace(config, redis_url=redis_url.removesuffix("/0") + "/6", gateway_silence_s=1.0)
+    beats = [heartbeat("p0", pb.ROLE_PREFILL), heartbeat("d0", pb.ROLE_DECODE)]
+    async with (
+        index_of(own),
+        routing(own, link, beats) as first,
+        routing(own, link, beats) as other,
+    ):
+        for number in range(10):
+            wanted = placing(1000)
+            wanted.gateway_id = "dead" if number < 6 else "alive"
+            await place(link, wanted)
+
+        deadline_s = time.monotonic() + 10
+        while {router.details()["open_promises"] for router in (first, other)} != {4}:
+            assert time.monotonic() < deadline_s, first.details()
+            await link.publish(subjects.GATEWAY_ALIVE, pb.GatewayAlive(gateway_id="alive"))
+            await asyncio.sleep(0.1)
+        unshared = [router.details()["placed_unshared"] for router in (first, other)]
+    async with routing(own, link, beats) as later:
+        left = later.details()["open_promises"]
+
+    assert unshared == [0, 0]
+    assert left == 4
+
+
 async def test_two_routers_share_their_promises_and_a_burst_goes_together(
     config: RouterConfig, link: Bus, redis_url: str
 ) -> None:

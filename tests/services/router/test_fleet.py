@@ -5,15 +5,7 @@ import pytest
 from services.router.fleet import Fleet
 from shared import farspan_pb2 as pb
 from shared.errors import BadRequest
-from tests.services.router.fleets import heartbeat, load
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.services.router.fleets import Clock, heartbeat, load
 
 
 @pytest.fixture

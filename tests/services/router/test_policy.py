@@ -13,7 +13,7 @@ from services.router.promises import Promises
 from services.router.view import Hit, Hits, Promised, Rates, Worker, WorkerKey
 from shared import farspan_pb2 as pb
 from shared.errors import DeadlineExceeded, FarspanError, Overloaded, TooLong, WorkerLost
-from tests.services.router.fleets import LAYOUT, MODEL, chain, decode, load, prefill, request
+from tests.services.router.fleets import LAYOUT, MODEL, Clock, chain, decode, load, prefill, request
 
 RATES = Rates()
 
@@ -430,14 +430,6 @@ def test_the_hashes_themselves_decide_nothing() -> None:
     hits = device_hit("p1", 10)
 
     assert place(request(), fleet, hits, RATES) == place(request(hashes=b""), fleet, hits, RATES)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @given(st.integers(2_000, 200_000), st.integers(2, 8), st.randoms(use_true_random=False))

@@ -7,7 +7,7 @@ from services.router.policy import Decision
 from services.router.promises import Promises
 from services.router.view import Hit, Promised, Worker, WorkerKey
 from shared import farspan_pb2 as pb
-from tests.services.router.fleets import chain, decode, prefill, request
+from tests.services.router.fleets import Clock, chain, decode, prefill, request
 
 DECISION = Decision(
     pb.Placement(
@@ -17,14 +17,6 @@ DECISION = Decision(
     prefill_s=5.0,
     decode_pages=20,
 )
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
