@@ -25,7 +25,7 @@ from shared import bus, lifecycle, prefix_rpc, subjects, tasks, telemetry
 from shared import farspan_pb2 as pb
 from shared.block_hash import BLOCK_TOKENS, HASH_BYTES
 from shared.bus import Bus
-from shared.errors import BadRequest, DeadlineExceeded, FarspanError
+from shared.errors import BadRequest, FarspanError
 from shared.nats_service import NatsService
 from shared.prefix_rpc import IndexAway, PrefixClient
 
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _CONTRACT_VERSION = "1.0.0"
 _WATCH_S = 0.25
+_LONGEST_S = 86_400.0  # the ledger's longest lease
 
 
 class Router:
@@ -96,9 +97,13 @@ class Router:
         """Keep the promises made to this gateway."""
         self._gateways.hear(alive.gateway_id)
 
+    def decisions(self, name: str) -> list[pb.DecisionRecord]:
+        """What is remembered of a request, by its id or by one that its client knows."""
+        return self._journal.find(name)
+
     async def on_decision_query(self, query: pb.DecisionQuery) -> None:
         """Tell what is remembered of a request, if anything."""
-        found = self._journal.find(query.id)
+        found = self.decisions(query.id)
         if found:
             reply = pb.DecisionReply(records=found)
             await self._bus.publish(subjects.DECISION_REPLY, reply, gateway=query.reply_to)
@@ -145,7 +150,7 @@ class Router:
         ) as span:
             try:
                 lifetime_s = _check(request)
-                hits = await self._lookup(request.block_hashes)
+                hits = await self._lookup(request.block_hashes) if lifetime_s > 0 else {}
                 decision = await self._reserve(request, hits, lifetime_s)
             except FarspanError as error:
                 self._counts["refused"] += 1
@@ -235,7 +240,7 @@ class Router:
 
 
 def _check(request: pb.PlaceRequest) -> float:
-    """The seconds the request has left. Raises BadRequest or DeadlineExceeded."""
+    """The seconds the request has left, at most a day. Raises BadRequest."""
     if not (request.request_id and request.model):
         raise BadRequest("a placement needs a request id and a model")
     if not (request.num_prompt_tokens and request.max_new_tokens):
@@ -243,10 +248,7 @@ def _check(request: pb.PlaceRequest) -> float:
     num_blocks = request.num_prompt_tokens // BLOCK_TOKENS
     if len(request.block_hashes) != num_blocks * HASH_BYTES:
         raise BadRequest(f"a prompt of {request.num_prompt_tokens} tokens has {num_blocks} hashes")
-    lifetime_s = request.deadline_unix_ms / 1000 - time.time()
-    if lifetime_s <= 0:
-        raise DeadlineExceeded("the request's deadline had passed before it was placed")
-    return lifetime_s
+    return min(request.deadline_unix_ms / 1000 - time.time(), _LONGEST_S)
 
 
 @asynccontextmanager

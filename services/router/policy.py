@@ -101,6 +101,8 @@ class _Scoring:
         self._lifetime_s = lifetime_s
 
     def decide(self, fleet: Iterable[Worker]) -> Decision:
+        if self._lifetime_s <= 0:
+            raise DeadlineExceeded("the request's deadline had passed before it was placed")
         prompt_tokens = self._request.num_prompt_tokens
         num_tokens = prompt_tokens + self._request.max_new_tokens
         prefills = self._candidates(fleet, pb.ROLE_PREFILL, prompt_tokens)

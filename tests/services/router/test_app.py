@@ -235,7 +235,7 @@ async def test_refusals_are_answers(config: RouterConfig, link: Bus) -> None:
     late, unhashed = placing(), placing(hashes=b"")
     late.deadline_unix_ms = int(time.time() * 1000) - 1
 
-    async with index_of(config), routing(config, link, beats):
+    async with index_of(config), routing(config, link, beats) as router:
         kinds = [
             (await place(link, wanted)).failure.kind
             for wanted in (placing(6000), late, unhashed, pb.PlaceRequest(), placing())
@@ -246,7 +246,9 @@ async def test_refusals_are_answers(config: RouterConfig, link: Bus) -> None:
         )
         await asyncio.sleep(0.05)
         drained = await place(link, placing())
+        (kept,) = router.decisions(late.request_id)
 
+    assert kept.outcome.failure.kind == pb.FAILURE_KIND_DEADLINE
     assert kinds == [
         pb.FAILURE_KIND_TOO_LONG,
         pb.FAILURE_KIND_DEADLINE,
@@ -256,6 +258,20 @@ async def test_refusals_are_answers(config: RouterConfig, link: Bus) -> None:
     ]
     assert drained.failure.kind == pb.FAILURE_KIND_OVERLOADED
     assert drained.failure.retry_after_ms > 0
+
+
+async def test_a_deadline_beyond_all_sense_is_a_day(config: RouterConfig, link: Bus) -> None:
+    """Its promise would outlive every router."""
+    beats = [heartbeat("p0", pb.ROLE_PREFILL), heartbeat("d0", pb.ROLE_DECODE)]
+    wanted = placing()
+    wanted.deadline_unix_ms = 2**63 - 1
+
+    async with index_of(config), routing(config, link, beats) as router:
+        reply = await place(link, wanted)
+        (kept,) = router.decisions(wanted.request_id)
+
+    assert reply.HasField("placement")
+    assert kept.inputs.lifetime_s == 86_400
 
 
 async def test_a_placement_is_one_tree_of_spans(

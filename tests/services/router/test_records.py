@@ -2,6 +2,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from google.protobuf import json_format
@@ -112,6 +113,15 @@ def test_a_refusal_is_recorded_with_its_reasons() -> None:
 
     assert outcome.failure.kind == pb.FAILURE_KIND_OVERLOADED
     assert [score.left_out for score in outcome.scores] == ["is not ready", "not asked"]
+
+
+def test_a_request_that_came_too_late_is_recorded_and_replays() -> None:
+    """Nobody is asked; that it was refused, and why, is found like any decision."""
+    record = stored(replace(seen(), lifetime_s=-0.5))
+
+    assert record.outcome.failure.kind == pb.FAILURE_KIND_DEADLINE
+    assert {score.left_out for score in record.outcome.scores} == {"not asked"}
+    assert records.first_difference(record.outcome, records.replay(record)) == ""
 
 
 def test_no_prompt_content_is_kept() -> None:
