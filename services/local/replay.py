@@ -23,7 +23,12 @@ def replay_decisions(file: Path) -> int:
     num_decisions = 0
     for line_number, record in _records(file):
         num_decisions += 1
-        replayed = records.replay(record)
+        try:
+            replayed = records.replay(record)
+        except ArithmeticError as error:
+            raise ConfigError(
+                f"{file}:{line_number} is not a decision: its figures cannot be ({error})"
+            ) from error
         difference = records.first_difference(record.outcome, replayed)
         if difference:
             request_id = record.inputs.request.request_id
@@ -34,6 +39,8 @@ def replay_decisions(file: Path) -> int:
                 f"  replayed: {_words(replayed)}\n"
             )
             return EXIT_FAILED
+    if not num_decisions:
+        raise ConfigError(f"{file} holds no decision")
     print(f"{num_decisions} decisions, all the same")
     return 0
 
@@ -56,8 +63,10 @@ def _records(file: Path) -> Iterator[tuple[int, pb.DecisionRecord]]:
 def _decisions(found: Any) -> list[dict[str, Any]]:
     if not isinstance(found, dict):
         raise ValueError("it is no JSON object")
-    several = found.get("decisions")
-    return several if isinstance(several, list) else [found]
+    several = found.get("decisions", [found])
+    if not isinstance(several, list) or not all(isinstance(each, dict) for each in several):
+        raise ValueError("its decisions are no list of JSON objects")
+    return several
 
 
 def _words(outcome: pb.DecisionOutcome) -> str:

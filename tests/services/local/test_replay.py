@@ -58,7 +58,9 @@ def test_the_first_difference_is_shown_and_fails(
     assert "stored:   prefill p1" in told and "replayed: prefill p1" in told
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"inputs": 5}', '{"decisions": [{"no": 1}]}'])
+@pytest.mark.parametrize(
+    "line", ["{", "[]", '{"inputs": 5}', '{"decisions": [{"no": 1}]}', '{"decisions": [5]}']
+)
 def test_a_line_that_is_no_decision_is_named(
     file: Path, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,6 +70,24 @@ def test_a_line_that_is_no_decision_is_named(
 
     assert main(["replay-decisions", str(file)]) == 2
     assert f"{file}:2 is not a decision" in capsys.readouterr().err
+
+
+def test_figures_that_no_router_has_are_named(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = stored("a")
+    broken["inputs"]["rates"]["link_bytes_per_s"] = 0
+    write(file, broken)
+
+    assert main(["replay-decisions", str(file)]) == 2
+    assert f"{file}:1 is not a decision: its figures cannot be" in capsys.readouterr().err
+
+
+def test_an_empty_file_proves_nothing(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(file)
+
+    assert main(["replay-decisions", str(file)]) == 2
+    assert "holds no decision" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there_is_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
