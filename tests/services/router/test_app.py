@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import httpx
 import pytest
 
 from services.local.servers import free_port, nats_command
@@ -258,6 +259,19 @@ async def test_refusals_are_answers(config: RouterConfig, link: Bus) -> None:
     ]
     assert drained.failure.kind == pb.FAILURE_KIND_OVERLOADED
     assert drained.failure.retry_after_ms > 0
+
+
+async def test_the_figures_are_told_to_prometheus(config: RouterConfig, link: Bus) -> None:
+    own = replace(config, health_port=free_port())
+    beats = [heartbeat("p0", pb.ROLE_PREFILL), heartbeat("d0", pb.ROLE_DECODE)]
+
+    async with index_of(own), routing(own, link, beats), httpx.AsyncClient() as http:
+        await place(link, placing())
+        await asyncio.sleep(0.5)  # they are a quarter of a second old
+        told = (await http.get(f"http://127.0.0.1:{own.health_port}/metrics")).text
+
+    assert "# TYPE farspan_router_open_promises gauge\nfarspan_router_open_promises 1\n" in told
+    assert "# TYPE farspan_router_placed_total counter\nfarspan_router_placed_total 1\n" in told
 
 
 async def test_a_deadline_beyond_all_sense_is_a_day(config: RouterConfig, link: Bus) -> None:
