@@ -70,15 +70,16 @@ class Holdings:
     def _play(self, table: Table, change: Change) -> Change:
         bit, is_stored, packed = change
         if is_stored:
-            room = table.num_left * HASH_BYTES
-            if len(packed) > room:
+            if len(packed) > table.num_left * HASH_BYTES:
                 # The newest are left out: they are tails, and tails without heads are never found.
-                self.num_cut += (len(packed) - room) // HASH_BYTES
-                packed = packed[:room]
+                packed, num_cut = table.fitting(packed)
+                self.num_cut += num_cut
             num_blocks, digest = table.add(self.seat, bit, packed)
             self.num_blocks[bit] += num_blocks
         else:
             num_blocks, digest = table.discard(self.seat, bit, packed)
             self.num_blocks[bit] -= num_blocks
+            # What leaves the worker and was not here had been left out.
+            self.num_cut = max(0, self.num_cut - (len(packed) // HASH_BYTES - num_blocks))
         self.digests[bit] ^= digest
         return change._replace(packed=packed)

@@ -17,7 +17,8 @@ from shared import farspan_pb2 as pb
 from shared.block_hash import HASH_BYTES
 
 _MAX_KNOWN_SETS = 4096
-_ROOM_AGAIN = 0.1  # of the table: with less, whole workers are not asked for again
+# Of the table: with less room whole workers are not asked for again, with more they always are.
+_ROOM_AGAIN, _ENOUGH_ROOM = 0.1, 0.5
 
 
 class Hit(NamedTuple):
@@ -115,10 +116,16 @@ class Index:
         return {holdings.life for holdings in self._workers.values() if holdings.is_doubted}
 
     def is_cut(self, life: Life) -> bool:
-        """Whether blocks of a life were left out, and there is room for them now."""
+        """Whether blocks of a life were left out, and there is room for them now.
+
+        Blocks are left out of a full table only, so each further snapshot takes that much room to
+        come free first, however many batches arrive meanwhile.
+        """
         holdings = self._known(life)
-        has_room = self._table.num_left > _ROOM_AGAIN * self.max_blocks
-        return holdings is not None and holdings.num_cut > 0 and has_room
+        if holdings is None or not holdings.num_cut:
+            return False
+        room = self._table.num_left / self.max_blocks
+        return room > _ROOM_AGAIN and room >= min(holdings.num_cut / self.max_blocks, _ENOUGH_ROOM)
 
     def restore(self, life: Life, sequence: int, changes: Sequence[Change]) -> Delta | None:
         """Take over a whole state; None if `life` is over or has been followed further."""

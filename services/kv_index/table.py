@@ -99,6 +99,22 @@ class Table:
             fresh = np.concatenate((fresh, self._insert(at, low, high, plane, bit)))
         return self._changed(fresh)
 
+    def fitting(self, packed: bytes) -> tuple[bytes, int]:
+        """These hashes as far as there is room for them, and how many different ones are left out.
+
+        What is in the table needs no room. Of the new ones the first are kept.
+        """
+        low, high = _words(packed)
+        _, _, is_there = self._find(low, high)
+        new = np.flatnonzero(~is_there)
+        order = np.lexsort((low[new], high[new]))  # equal ones stay in order
+        low, high = low[new[order]], high[new[order]]
+        is_first = np.concatenate(([True], (low[1:] != low[:-1]) | (high[1:] != high[:-1])))
+        distinct = np.sort(new[order[is_first[: new.size]]])
+        is_there[distinct[: self.num_left]] = True
+        kept = np.frombuffer(packed, "<u8").reshape(-1, 2)[is_there]
+        return kept.tobytes(), max(0, distinct.size - self.num_left)
+
     def discard(self, seat: int, tier_bit: int, packed: bytes) -> Changed:
         """Clear a seat's bit for these blocks."""
         plane, bit = self._place(seat, tier_bit)

@@ -269,6 +269,65 @@ def test_what_was_left_out_is_asked_for_when_there_is_room() -> None:
     assert index.longest_prefix(pack(CHAIN)) == [Hit(LIFE, 15, pb.TIER_DEVICE)]
 
 
+def test_what_another_worker_or_tier_holds_already_needs_no_room() -> None:
+    """Else a nearly full index forgets shared heads, and asks for snapshots for ever."""
+    index = Index(max_blocks=20)
+    other = Life("w1", 1)
+    index.apply(batch(1, stored(CHAIN[:15]), life=other))
+    index.apply(batch(1, stored(CHAIN[:15]), stored(CHAIN[:15], pb.TIER_HOST)))
+    assert index.num_cut == 0
+
+    index.restore(LIFE, 2, [Change(DEVICE_BIT, True, pack([*CHAIN[:15], *CHAIN[:10]]))])
+    assert (index.num_cut, index.is_cut(LIFE)) == (0, False)
+    assert index.longest_prefix(pack(CHAIN)) == [
+        Hit(LIFE, 15, pb.TIER_DEVICE),
+        Hit(other, 15, pb.TIER_DEVICE),
+    ]
+    index.heartbeat(LIFE, 2, digest(CHAIN[:10]))
+    assert index.is_drifted(LIFE), "nothing is left out, so the digest says something"
+
+
+def test_of_a_batch_that_does_not_fit_the_first_new_blocks_are_kept() -> None:
+    index = Index(max_blocks=20)
+    index.apply(batch(1, stored(CHAIN[:15]), life=Life("w1", 1)))
+
+    twice = [block_hash for block_hash in CHAIN[:25] for _ in range(2)]
+    index.apply(batch(1, stored(twice)))
+
+    assert index.longest_prefix(pack(CHAIN))[0] == Hit(LIFE, 20, pb.TIER_DEVICE)
+    assert (index.num_blocks, index.num_cut) == (20, 5)
+
+
+def test_a_cut_worker_is_asked_again_only_when_what_was_left_out_fits() -> None:
+    """Snapshots of a worker must not come one a batch: each is tens of megabytes."""
+    index = Index(max_blocks=50)
+    other = Life("w1", 1)
+    index.apply(batch(1, stored(CHAIN[:40]), life=other))
+    index.apply(batch(1, stored(CHAIN[40:70])))
+
+    index.apply(batch(2, removed(CHAIN[30:40]), life=other))
+    assert not index.is_cut(LIFE), "10 are free, 20 are left out"
+    index.apply(batch(3, removed(CHAIN[20:30]), life=other))
+    assert index.is_cut(LIFE)
+
+    index.restore(LIFE, 1, [Change(DEVICE_BIT, True, pack(CHAIN[40:75]))])
+    assert not index.is_cut(LIFE)
+    for sequence in range(2, 12):
+        index.apply(batch(sequence, stored(CHAIN[75:77])))
+        assert not index.is_cut(LIFE)
+
+
+def test_a_worker_that_gave_up_what_was_left_out_is_compared_again() -> None:
+    index = Index(max_blocks=20)
+    index.apply(batch(1, stored(CHAIN[:30])))
+    index.apply(batch(2, removed(CHAIN[15:30])))
+
+    index.heartbeat(LIFE, 2, digest(CHAIN[:15]))
+    assert not index.is_drifted(LIFE)
+    index.heartbeat(LIFE, 2, digest(CHAIN[:14]))
+    assert index.is_drifted(LIFE)
+
+
 def test_the_dead_make_room_for_the_living() -> None:
     """A restart of a worker that fills the index finds the index empty."""
     index = Index(max_blocks=20)
