@@ -33,8 +33,9 @@ class Holdings:
     claimed_digest: bytes = b""  # of what the worker holds at `claimed`; empty: it does not tell
     num_cut: int = 0  # blocks left out because the table was full
     is_drifted: bool = False  # the worker says it holds something else
-    is_healing: bool = False  # replaced because of that, and not compared since
-    is_doubted: bool = False  # its digest disagrees with its own snapshot: it is not asked again
+    num_heals: int = 0  # snapshots taken because of that, since the digests last agreed
+    healed_at: int | None = None  # the place in its events of the last of them
+    is_doubted: bool = False  # its digest disagrees with its own snapshot
     num_blocks: dict[int, int] = field(default_factory=lambda: dict.fromkeys(TIER_BITS, 0))
     digests: dict[int, int] = field(default_factory=lambda: dict.fromkeys(TIER_BITS, 0))
 
@@ -43,6 +44,11 @@ class Holdings:
         self.seat, self.num_cut, self.is_drifted = seat, 0, False
         self.num_blocks = dict.fromkeys(TIER_BITS, 0)
         self.digests = dict.fromkeys(TIER_BITS, 0)
+
+    def heal(self) -> None:
+        """What it holds now is the worker's own snapshot, taken because it had drifted."""
+        self.num_heals += 1
+        self.healed_at = self.sequence
 
     def play(self, table: Table, changes: Iterable[Change]) -> list[Change]:
         """Apply changes; returned as far as there was room for them."""
@@ -57,10 +63,11 @@ class Holdings:
         """Learn from the worker's digest, if it tells one for this place in its events."""
         if self.sequence != self.claimed or not self.claimed_digest or self.num_cut:
             return
-        agrees = self.claimed_digest == self._digest
-        self.is_doubted |= self.is_healing and not agrees
-        self.is_drifted = not agrees and not self.is_doubted
-        self.is_healing = False
+        self.is_drifted = self.claimed_digest != self._digest
+        if not self.is_drifted:
+            self.num_heals, self.is_doubted = 0, False
+        elif self.sequence == self.healed_at:  # anywhere else it may have drifted again since
+            self.is_doubted = True
 
     @property
     def _digest(self) -> bytes:

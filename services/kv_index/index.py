@@ -110,9 +110,14 @@ class Index:
         holdings = self._known(life)
         return holdings is not None and holdings.is_drifted
 
+    def num_heals(self, life: Life) -> int:
+        """Snapshots taken of a life because it had drifted, since its digest last agreed."""
+        holdings = self._known(life)
+        return 0 if holdings is None else holdings.num_heals
+
     @property
     def doubted(self) -> set[Life]:
-        """Lives whose digest disagrees even with their own snapshot: it is not believed."""
+        """Lives whose digest disagrees with their own snapshot, at the place it was taken at."""
         return {holdings.life for holdings in self._workers.values() if holdings.is_doubted}
 
     def is_cut(self, life: Life) -> bool:
@@ -132,11 +137,12 @@ class Index:
         holdings = self._current(life)
         if holdings is None or sequence < holdings.sequence:
             return None
-        is_healing = holdings.is_drifted
+        was_drifted = holdings.is_drifted
         self._reseat(holdings)
         played = self._play(holdings, changes)
-        holdings.is_healing |= is_healing
         holdings.sequence = sequence
+        if was_drifted:
+            holdings.heal()
         holdings.compare()
         return Delta(life, None, sequence, tuple(played))
 

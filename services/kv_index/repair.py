@@ -5,6 +5,8 @@ One task a life at most. Knows the bus and the index; what is applied goes to th
 
 import asyncio
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -21,6 +23,17 @@ logger = logging.getLogger(__name__)
 
 _REPLAY_TIMEOUT_S = 5.0  # a snapshot of a million blocks is 16 MB
 _ANY_SEQUENCE = 0  # asks for a snapshot
+# Drift that a snapshot did not end is healed again after so long, then twice as long, and so on:
+# a worker that computes its digest wrongly must cost little, one that drifts again must be healed.
+_AGAIN_S = 1.0
+_MAX_AGAIN_S = 60.0
+
+
+def pause_s(num_heals: int) -> float:
+    """How long to leave a drift alone that so many snapshots have not ended."""
+    if not num_heals:
+        return 0.0
+    return min(_AGAIN_S * 2.0 ** min(num_heals - 1, 16), _MAX_AGAIN_S)
 
 
 class Repairs:
@@ -38,6 +51,7 @@ class Repairs:
         self._mirror = mirror
         self._refuse = refuse
         self._running: dict[Life, asyncio.Task[None]] = {}
+        self._healed_s: dict[Life, float] = {}  # when a drift was last healed
         self.counts = Counter(gaps_total=0, drifts_total=0, replays_total=0, snapshots_total=0)
 
     def begin_if_needed(self, life: Life) -> None:
@@ -46,7 +60,7 @@ class Repairs:
         if life in self._running:
             return
         has_gap = index.first_missing(life) is not None
-        if has_gap or index.is_drifted(life) or index.is_cut(life):
+        if has_gap or self._is_to_heal(life) or index.is_cut(life):
             self.counts["gaps_total"] += has_gap
             task = asyncio.create_task(self._repair(life))
             self._running[life] = task
@@ -66,16 +80,29 @@ class Repairs:
                     if self._index.first_missing(life) == first:
                         logger.error("worker %s does not replay %d", life.worker_id, first)
                         return
-            if self._index.is_drifted(life):
-                self.counts["drifts_total"] += 1
-                logger.error("worker %s holds other blocks than is known", life.worker_id)
-                await self._ask(life, _ANY_SEQUENCE)
+            if self._is_to_heal(life):
+                await self._heal(life)
             elif self._index.is_cut(life):
                 await self._ask(life, _ANY_SEQUENCE)
         except BadRequest as error:
             self._refuse(life, error)
         except FarspanError as error:
             logger.warning("no replay from worker %s: %s", life.worker_id, error)
+
+    def _is_to_heal(self, life: Life) -> bool:
+        """Whether a life has drifted, and it is time to do something about it."""
+        if not self._index.is_drifted(life):
+            return False
+        healed_s = self._healed_s.get(life, -math.inf)
+        return time.monotonic() - healed_s >= pause_s(self._index.num_heals(life))
+
+    async def _heal(self, life: Life) -> None:
+        self.counts["drifts_total"] += 1
+        logger.error("worker %s holds other blocks than is known", life.worker_id)
+        await self._ask(life, _ANY_SEQUENCE)
+        known = self._index.sequences
+        self._healed_s = {each: at_s for each, at_s in self._healed_s.items() if each in known}
+        self._healed_s[life] = time.monotonic()
 
     async def _ask(self, life: Life, from_sequence: int) -> None:
         worker = pb.WorkerRef(worker_id=life.worker_id, epoch=life.epoch)

@@ -17,6 +17,7 @@ class FakeWorker:
     def __init__(self, bus: Bus, life: Life, num_kept_batches: int = 100) -> None:
         self.life = life
         self.replays: list[int] = []
+        self.digest: bytes | None = None  # what to say instead of the truth
         self._bus = bus
         self._ref = pb.WorkerRef(worker_id=life.worker_id, epoch=life.epoch)
         self._journal = BlockJournal(self._ref, num_kept_batches)
@@ -48,6 +49,8 @@ class FakeWorker:
             load=pb.Load(num_running=num_running),
         )
         self._journal.describe(heartbeat)
+        if self.digest is not None:
+            heartbeat.block_digest = self.digest
         await self._bus.publish(subjects.HEARTBEAT, heartbeat)
 
     async def forget(self, hashes: Sequence[BlockHash]) -> None:

@@ -265,6 +265,21 @@ async def test_silent_drift_is_healed_by_one_snapshot(
         assert await hits(client, chain) == {life: (5, pb.TIER_DEVICE)}, "the copy is healed too"
 
 
+async def test_a_worker_that_computes_its_digest_wrongly_is_asked_less_and_less_often(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """Each snapshot is tens of megabytes and changes nothing."""
+    async with serving(config), FakeWorker(link, life).answering() as worker:
+        worker.digest = bytes(32)
+        await worker.store(chain)
+        for _ in range(100):
+            await worker.store(chain[:1])
+            await worker.beat()
+            await asyncio.sleep(0.02)
+
+        assert worker.replays in ([0, 0], [0])
+
+
 async def test_a_worker_with_other_blocks_is_left_out(
     config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
 ) -> None:

@@ -224,19 +224,30 @@ def test_a_digest_of_another_place_says_nothing() -> None:
     assert index.is_drifted(LIFE)
 
 
-def test_a_digest_that_its_own_snapshot_contradicts_is_not_believed() -> None:
-    """Else a worker that computes it wrongly would be asked for snapshots for ever."""
+def test_a_digest_that_its_own_snapshot_contradicts_is_doubted_until_they_agree() -> None:
     index = Index()
     index.apply(batch(1, stored(CHAIN[:9])))
     index.heartbeat(LIFE, 1, digest(CHAIN[:3]))
-    index.restore(LIFE, 1, [Change(DEVICE_BIT, True, pack(CHAIN[:9]))])
+    for num_heals in (1, 2):
+        index.restore(LIFE, 1, [Change(DEVICE_BIT, True, pack(CHAIN[:9]))])
+        assert (index.doubted, index.num_heals(LIFE)) == ({LIFE}, num_heals)
 
-    assert index.doubted == {LIFE}
-    for sequence in (2, 3):
-        index.apply(batch(sequence, stored(CHAIN[9:12])))
-        index.heartbeat(LIFE, sequence, digest(CHAIN[:3]))
-        assert not index.is_drifted(LIFE)
-    assert index.longest_prefix(pack(CHAIN)) == [Hit(LIFE, 12, pb.TIER_DEVICE)]
+    index.heartbeat(LIFE, 1, digest(CHAIN[:9]))
+    assert (index.doubted, index.num_heals(LIFE)) == (set(), 0)
+
+
+def test_a_worker_that_drifts_again_after_its_snapshot_is_not_doubted() -> None:
+    """A busy worker's snapshot is ahead of its heartbeat, and an engine's fault comes twice."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN[:9])))
+    index.heartbeat(LIFE, 1, digest(CHAIN[:7]))
+    index.restore(LIFE, 2, [Change(DEVICE_BIT, True, pack(CHAIN[:7]))])
+
+    index.apply(batch(3))
+    index.heartbeat(LIFE, 3, digest(CHAIN[:5]))
+
+    assert index.is_drifted(LIFE)
+    assert (index.doubted, index.num_heals(LIFE)) == (set(), 1)
 
 
 def test_a_full_index_leaves_out_the_newest_blocks_and_counts_them() -> None:
