@@ -1,5 +1,6 @@
 """A server of one test's own, which it may kill and start again, empty, on the same port."""
 
+import signal
 import socket
 import subprocess
 import time
@@ -30,6 +31,16 @@ class LocalServer:
             except OSError:
                 assert time.monotonic() < deadline_s, self._log.read_text()
                 time.sleep(0.01)
+
+    def pause(self) -> None:
+        """Stand still: connections are accepted, and nothing is answered."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """End a pause."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """End it without a goodbye; ending it twice is harmless."""

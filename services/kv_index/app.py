@@ -15,7 +15,7 @@ from services.kv_index.events import Life
 from services.kv_index.index import Index
 from services.kv_index.mirror import Mirror
 from services.kv_index.repair import Repairs
-from services.kv_index.store import Store, StoreAway
+from services.kv_index.store import Store, StoreAway, StoreRefused
 from services.kv_index.watch import Watch
 from shared import bus, lifecycle, prefix_rpc, subjects, tasks, telemetry
 from shared import farspan_pb2 as pb
@@ -167,7 +167,8 @@ def answer(index: Index, query: pb.PrefixQuery) -> pb.PrefixHits:
 async def serve(config: KvIndexConfig) -> AsyncIterator[int]:
     """kv_index at work inside the block; yields the port of its prefix queries.
 
-    Raises ConfigError when NATS or Redis is missing at the start.
+    Raises ConfigError when NATS is missing at the start, or a Redis that is required, or when Redis
+    refuses us.
     """
     index = Index(config.max_blocks)
     store = Store(config.redis_url, config.redis_ca_file)
@@ -176,7 +177,12 @@ async def serve(config: KvIndexConfig) -> AsyncIterator[int]:
         aclosing(store),
         bus.connect(config.nats_url, "kv_index") as link,
     ):
-        await _load(index, store)
+        try:
+            await _load(index, store)
+        except StoreAway as error:
+            if config.redis_required or isinstance(error, StoreRefused):
+                raise ConfigError(f"no Redis at {store.place}: {error}") from error
+            mirror.note_away(f"no Redis at {store.place}: {error}")
         service = KvIndex(link, index, mirror, Watch(config.mute_after_s))
         async with (
             tasks.background(mirror.run(), service.sweep(config.forget_after_s)),
@@ -195,11 +201,8 @@ async def serve(config: KvIndexConfig) -> AsyncIterator[int]:
 
 
 async def _load(index: Index, store: Store) -> None:
-    """Start with what the last process knew."""
-    try:
-        lives = await store.load()
-    except StoreAway as error:
-        raise ConfigError(f"no Redis at {store.place}: {error}") from error
+    """Start with what the last process knew. Raises StoreAway."""
+    lives = await store.load()
     for life in lives:
         index.restore(life.life, life.sequence, life.changes)
     logger.info("loaded %d blocks of %d workers", index.num_blocks, len(lives))

@@ -12,6 +12,9 @@ class KvIndexConfig:
     redis_url: str  # redis://[[user]:password@]host:port/db, or rediss:// for TLS
     grpc_address: str  # host:port to serve prefix queries on
     redis_ca_file: Path | None = None  # whom rediss:// trusts; without it, those the system trusts
+    # Whether a Redis that does not answer at the start ends the process. False where somebody else
+    # sees to it that Redis comes back: then the start is cold, and the copy is written afterwards.
+    redis_required: bool = True
     health_host: str = "127.0.0.1"
     health_port: int = 0
     trace_file: Path | None = None

@@ -58,6 +58,14 @@ class Mirror:
         self._retired.append(life)
         self._work.set()
 
+    def note_away(self, reason: str) -> None:
+        """Redis does not answer: nothing queues up, and the copy is compared when it does."""
+        self._waiting.clear()
+        self._next_check_s = 0.0
+        if not self._away_reason:
+            logger.error("Redis is away, serving from memory: %s", reason)
+        self._away_reason = reason or "no reason given"
+
     async def run(self) -> None:
         """Write and compare for ever."""
         while True:
@@ -66,7 +74,7 @@ class Mirror:
                 await self._compare()
                 self._note_back()
             except StoreAway as error:
-                self._note_away(str(error))
+                self.note_away(str(error))
                 await asyncio.sleep(_RETRY_S)
             else:
                 with suppress(TimeoutError):
@@ -107,13 +115,6 @@ class Mirror:
             logger.info("writing %d workers whole: their copy was behind", len(self._behind))
             await self.write()
         self._next_check_s = now_s + self._check_interval_s
-
-    def _note_away(self, reason: str) -> None:
-        self._waiting.clear()
-        self._next_check_s = 0.0  # compare first thing when it is back
-        if not self._away_reason:
-            logger.error("Redis is away, serving from memory: %s", reason)
-        self._away_reason = reason or "no reason given"
 
     def _note_back(self) -> None:
         if self._away_reason:

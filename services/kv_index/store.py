@@ -6,13 +6,21 @@ farspan:kv:v2:life:{id}:{epoch}:{tier}    set     block hashes in `device` or `h
 """
 
 import asyncio
+import ssl
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from redis.exceptions import RedisError
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    ClusterError,
+    ConnectionError,
+    RedisError,
+    ResponseError,
+)
 
 from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, Life
 from services.kv_index.holdings import Delta
@@ -84,6 +92,10 @@ redis.call('UNLINK', KEYS[2], KEYS[3], KEYS[4])
 
 class StoreAway(Exception):
     """Redis did not do what it was asked; the message says why."""
+
+
+class StoreRefused(StoreAway):
+    """Redis turned us away, or we it: a setting is wrong, and waiting does not help."""
 
 
 class Store:
@@ -190,7 +202,15 @@ async def _answering() -> AsyncIterator[None]:
     except TimeoutError as error:
         raise StoreAway(f"no answer within {_TIMEOUT_S:g} s") from error
     except RedisError as error:
-        raise StoreAway(str(error)) from error
+        raise (StoreRefused if _is_refusal(error) else StoreAway)(str(error)) from error
+
+
+def _is_refusal(error: RedisError) -> bool:
+    """Whether a password, a user's rights, a database's number or a certificate is wrong."""
+    if isinstance(error, ConnectionError):  # of these only a few are more than silence
+        is_turned_away = isinstance(error, (AuthenticationError, AuthorizationError))
+        return is_turned_away or isinstance(error.__context__, ssl.SSLCertVerificationError)
+    return isinstance(error, ResponseError) and not isinstance(error, ClusterError)
 
 
 async def _run(script: Any, keys: list[str], arguments: Sequence[str | bytes]) -> Any:

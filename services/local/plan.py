@@ -82,10 +82,15 @@ def plan(options: Options, folder: Path, ports: Iterator[int]) -> list[Spec]:
     decode: Settings = {**model, "KV_FORMAT": options.kv_format}
     ranks: Settings = {"RANKS": options.prefill_ranks, "INTERLEAVE": options.interleave}
     redis_url = f"redis://{HOST}:{redis_port}/0"
+    index: Settings = {
+        "REDIS_URL": redis_url,
+        "REDIS_REQUIRED": "false",  # it is ours, and started again when it dies
+        "GRPC_ADDRESS": grpc_address,
+    }
     return [
         Spec("nats", tuple(nats_command(nats_port)), {}, nats_port, has_probe=False),
         Spec("redis", tuple(redis_command(redis_port, folder)), {}, redis_port, has_probe=False),
-        service("kv_index", "kv_index", {"REDIS_URL": redis_url, "GRPC_ADDRESS": grpc_address}),
+        service("kv_index", "kv_index", index),
         service("router", "router", {"KV_INDEX_ADDRESS": grpc_address, "REDIS_URL": redis_url}),
         *workers("prefill", options.prefill_workers, {**decode, **ranks}),
         *workers("decode", options.decode_workers, decode),

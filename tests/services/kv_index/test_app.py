@@ -22,6 +22,7 @@ from shared import bus, prefix_rpc, subjects
 from shared import farspan_pb2 as pb
 from shared.block_hash import BlockHash, pack
 from shared.bus import Bus
+from shared.errors import ConfigError
 from shared.prefix_rpc import PrefixClient
 from tests.local_server import LocalServer
 from tests.services.kv_index.fake_worker import FakeWorker
@@ -389,6 +390,69 @@ async def test_redis_may_die_and_come_back_empty(
                 return await hits(second, chain)
 
         await until(copied, {life: (9, pb.TIER_DEVICE)})
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+async def test_a_restart_while_redis_is_away_is_cold_and_writes_the_copy_later(
+    config: KvIndexConfig,
+    redis_server: LocalServer,
+    link: Bus,
+    life: Life,
+    chain: list[BlockHash],
+    is_silent: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody listens, or what listens stands still: workers tell what they hold."""
+    own = replace(config, redis_url=f"redis://{redis_server.address}/0", redis_required=False)
+    worker = FakeWorker(link, life)
+    await worker.store(chain)
+    if is_silent:
+        redis_server.pause()
+    else:
+        redis_server.kill()
+    async with serving(own) as client, worker.answering():
+        await worker.beat()
+        await worker.beat()
+        await eventually(client, chain, {life: (10, pb.TIER_DEVICE)})
+        assert redis_server.address in caplog.text
+
+        async def readiness() -> object:
+            async with httpx.AsyncClient() as probe:
+                answer = await probe.get(f"http://127.0.0.1:{own.health_port}/readyz")
+            return answer.status_code, "Redis is away" in answer.text
+
+        assert await readiness() == (200, True)
+
+        async def redis_up() -> object:
+            return (await figures(own))["redis_up"]
+
+        await until(redis_up, 0)
+        if is_silent:
+            redis_server.go_on()
+        else:
+            redis_server.start()
+        await until(redis_up, 1)
+
+    async with serving(own) as client:
+        assert await hits(client, chain) == {life: (10, pb.TIER_DEVICE)}
+
+
+async def test_a_refused_password_ends_the_start_even_if_redis_may_be_away(
+    config: KvIndexConfig, tmp_path: Path
+) -> None:
+    """Waiting does not help against a wrong setting."""
+    port = free_port()
+    command = [*redis_command(port, tmp_path), "--requirepass", "secret"]
+    server = LocalServer(command, port, tmp_path)
+    try:
+        server.start()
+        for credentials in ("", ":wrong@"):
+            url = f"redis://{credentials}{server.address}/0"
+            with pytest.raises(ConfigError, match=server.address):
+                async with app.serve(replace(config, redis_url=url, redis_required=False)):
+                    pass
+    finally:
+        server.kill()
 
 
 async def test_two_replicas_agree(

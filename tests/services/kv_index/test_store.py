@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, Life, blocks
 from services.kv_index.holdings import Delta
-from services.kv_index.store import Store, StoreAway
+from services.kv_index.store import Store, StoreAway, StoreRefused
 from services.local.servers import free_port, redis_command
 from shared.errors import ConfigError
 from tests.local_server import LocalServer
@@ -188,7 +188,7 @@ async def test_tls_is_spoken_with_those_that_the_ca_file_vouches_for(
         assert await load(store, life.worker_id) == (life, 1, dict.fromkeys((A, B), DEVICE_BIT))
 
     async with aclosing(Store(url)) as store:
-        with pytest.raises(StoreAway, match="certificate"):
+        with pytest.raises(StoreRefused, match="certificate"):
             await store.load()
 
 
@@ -218,7 +218,7 @@ async def test_a_wrong_password_is_told_without_it(life: Life, tmp_path: Path) -
     try:
         server.start()
         async with aclosing(Store(f"redis://:wrong@{server.address}/0")) as store:
-            with pytest.raises(StoreAway) as refused:
+            with pytest.raises(StoreRefused) as refused:
                 await store.append(Delta(life, 0, 1, ()))
         assert "wrong@" not in str(refused.value)
         assert store.place == server.address

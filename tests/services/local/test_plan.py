@@ -56,6 +56,7 @@ def test_services_meet_at_the_same_addresses() -> None:
     assert specs["router"].environ["ROUTER_NATS_URL"] == nats_url
     assert specs["decode-0"].environ["DECODE_NATS_URL"] == nats_url
     assert specs["kv_index"].environ["KV_INDEX_REDIS_URL"].endswith(f":{specs['redis'].port}/0")
+    assert specs["kv_index"].environ["KV_INDEX_REDIS_REQUIRED"] == "false", "it is started again"
     assert specs["router"].environ["ROUTER_REDIS_URL"].endswith(f":{specs['redis'].port}/0")
     address = specs["kv_index"].environ["KV_INDEX_GRPC_ADDRESS"]
     assert specs["router"].environ["ROUTER_KV_INDEX_ADDRESS"] == address
