@@ -39,6 +39,7 @@ class KvIndex:
         self._repairs = Repairs(bus, index, mirror, self._refuse)
         self._heard_s: dict[Life, float] = {}
         self._num_lookups = 0
+        self._num_late = 0
         self._summary = "starting"
         self._metrics: Mapping[str, float] = {}
 
@@ -58,7 +59,7 @@ class KvIndex:
     async def on_events(self, batch: pb.BlockEvents) -> None:
         """Follow a worker's next batch."""
         life = events.life_of(batch.worker)
-        if self._watch.is_refused(life):
+        if self._watch.is_refused(life) or self._is_late(life):
             return
         try:
             self._mirror.append(self._index.apply(batch))
@@ -70,7 +71,7 @@ class KvIndex:
     async def on_heartbeat(self, heartbeat: pb.Heartbeat) -> None:
         """Learn of new lives, of lost tails, of drift, and of workers that stop."""
         life = events.life_of(heartbeat.worker)
-        if self._watch.is_refused(life):
+        if self._watch.is_refused(life) or self._is_late(life):
             return
         if heartbeat.state == pb.SERVICE_STATE_STOPPED:
             self._retire(life)
@@ -117,7 +118,7 @@ class KvIndex:
         for life, heard_s in list(self._heard_s.items()):
             if now_s - heard_s > forget_after_s:
                 logger.info("forgetting worker %s: silent", life.worker_id)
-                self._retire(life)
+                self._retire(life, may_return=True)
 
     def _measure(self) -> None:
         index, num_workers = self._index, len(self._index.sequences)
@@ -129,6 +130,7 @@ class KvIndex:
             "cut_blocks_total": index.num_cut,
             "broken_chains_total": index.num_broken_chains,
             "lookups_total": self._num_lookups,
+            "late_total": self._num_late,
             "redis_up": not self._mirror.away_reason,
             "nats_up": self._bus.is_connected,
             **self._repairs.counts,
@@ -140,10 +142,17 @@ class KvIndex:
         self._watch.refuse(life, str(error))
         self._retire(life)
 
-    def _retire(self, life: Life) -> None:
+    def _is_late(self, life: Life) -> bool:
+        """Whether a message is of a past life; each counts."""
+        is_late = self._index.is_over(life)
+        self._num_late += is_late
+        return is_late
+
+    def _retire(self, life: Life, *, may_return: bool = False) -> None:
         self._watch.forget(life)
-        if self._index.retire(life):
-            self._mirror.retire(life)
+        ended = self._index.retire(life, may_return=may_return)
+        if ended is not None:
+            self._mirror.retire(ended)
 
 
 def answer(index: Index, query: pb.PrefixQuery) -> pb.PrefixHits:

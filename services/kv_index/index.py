@@ -17,6 +17,7 @@ from shared import farspan_pb2 as pb
 from shared.block_hash import HASH_BYTES
 
 _MAX_KNOWN_SETS = 4096
+_MAX_OVER = 4096  # workers that are gone; what is late of them comes within seconds
 # Of the table: with less room whole workers are not asked for again, with more they always are.
 _ROOM_AGAIN, _ENOUGH_ROOM = 0.1, 0.5
 
@@ -36,6 +37,7 @@ class Index:
         self._table = Table(max_blocks)
         self.max_blocks = max_blocks
         self._workers: dict[str, Holdings] = {}
+        self._over: dict[str, int] = {}  # worker id -> the last epoch that is over, oldest first
         self._free_seats = list(reversed(range(self._table.num_seats)))
         self._left_seats: list[int] = []  # whose bits still stand in the table
         self._at_bits: dict[int, tuple[int, Life]] = {}  # seat's bit -> rank among lives, life
@@ -151,13 +153,28 @@ class Index:
         holdings = self._known(life)
         return None if holdings is None else holdings.whole(self._table)
 
-    def retire(self, life: Life) -> bool:
-        """Forget a worker; False if it is not known or has begun another life."""
-        if self._known(life) is None:
-            return False
-        self._left_seats.append(self._workers.pop(life.worker_id).seat)
+    def is_over(self, life: Life) -> bool:
+        """Whether a life is past, so that what still arrives of it is late."""
+        holdings = self._workers.get(life.worker_id)
+        if holdings is not None and holdings.life.epoch > life.epoch:
+            return True
+        return life.epoch <= self._over.get(life.worker_id, 0)
+
+    def retire(self, life: Life, *, may_return: bool = False) -> Life | None:
+        """Forget a worker, and unless it may return hear nothing more of this or an older life.
+
+        Returns the life that ended; None if the worker is not known or has begun a later one.
+        """
+        if self.is_over(life):
+            return None
+        if not may_return:
+            self._note_over(life.worker_id, life.epoch)
+        holdings = self._workers.pop(life.worker_id, None)
+        if holdings is None:
+            return None
+        self._left_seats.append(holdings.seat)
         self._seats_changed()
-        return True
+        return holdings.life
 
     def tidy(self) -> bool:
         """Free what past lives held; False if there was nothing. A few ms for a million blocks."""
@@ -202,14 +219,21 @@ class Index:
         return holdings if holdings is not None and holdings.life == life else None
 
     def _current(self, life: Life) -> Holdings | None:
-        """The holdings of `life`, empty at first; None if a later life has begun."""
+        """The holdings of `life`, empty at first; None if it is over."""
+        if self.is_over(life):
+            return None
         holdings = self._workers.get(life.worker_id)
         if holdings is None or holdings.life.epoch < life.epoch:
             if holdings is not None:
                 self._left_seats.append(holdings.seat)
             holdings = self._workers[life.worker_id] = Holdings(life, self._take_seat())
             self._seats_changed()
-        return holdings if holdings.life == life else None
+        return holdings
+
+    def _note_over(self, worker_id: str, epoch: int) -> None:
+        self._over[worker_id] = max(epoch, self._over.pop(worker_id, 0))
+        if len(self._over) > _MAX_OVER:
+            del self._over[next(iter(self._over))]
 
     def _reseat(self, holdings: Holdings) -> None:
         self._left_seats.append(holdings.seat)

@@ -222,6 +222,23 @@ async def test_a_stopped_worker_is_forgotten_at_once(
         await eventually(client, chain, {})
 
 
+async def test_late_events_do_not_bring_a_stopped_worker_back(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """Its blocks would be hits for the ten minutes until its silence is noticed."""
+    async with serving(config) as client:
+        worker = FakeWorker(link, life)
+        await worker.beat()
+        await worker.beat(pb.SERVICE_STATE_STOPPED)
+
+        async def late() -> object:
+            await worker.store(chain)
+            return (await figures(config)).get("late_total", 0) > 1
+
+        await until(late, True)
+        assert await hits(client, chain) == {}
+
+
 async def test_a_silent_worker_is_forgotten_and_comes_back_whole(
     config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
 ) -> None:

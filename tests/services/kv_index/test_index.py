@@ -161,6 +161,53 @@ def test_a_retired_worker_is_gone_unless_it_came_back() -> None:
     assert index.sequences == {}
 
 
+def test_nothing_late_of_a_life_that_is_over_is_taken_over() -> None:
+    """Its events travel on another subscription than its goodbye, and replays take their time."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN)))
+    index.retire(LIFE)
+
+    assert index.apply(batch(1, stored(CHAIN))) is None
+    assert index.heartbeat(LIFE, 1) is None
+    assert index.restore(LIFE, 1, [Change(DEVICE_BIT, True, pack(CHAIN))]) is None
+    assert index.apply(batch(1, stored(CHAIN), life=Life("w0", 99))) is None
+    assert index.is_over(LIFE)
+    assert index.sequences == {}
+
+    assert index.apply(batch(1, stored(CHAIN[:2]), life=Life("w0", 101))) is not None
+    assert index.sequences == {Life("w0", 101): 1}
+
+
+def test_a_life_may_end_before_anything_else_was_heard_of_it() -> None:
+    """Then the one before it ends too."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN)))
+
+    assert index.retire(Life("w0", 101)) == LIFE
+    assert index.retire(Life("w1", 5)) is None
+    assert index.apply(batch(2, stored(CHAIN[:1]))) is None
+    assert index.apply(batch(1, stored(CHAIN), life=Life("w1", 5))) is None
+    assert index.sequences == {}
+
+
+def test_a_life_that_may_return_returns() -> None:
+    """Silence is no proof of death."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN)))
+    index.retire(LIFE, may_return=True)
+
+    assert index.apply(batch(1, stored(CHAIN))) is not None
+
+
+def test_a_bounded_number_of_workers_that_are_gone_is_remembered() -> None:
+    index = Index()
+    for number in range(5000):
+        index.retire(Life(f"gone-{number}", 7))
+
+    assert index.is_over(Life("gone-4999", 7))
+    assert not index.is_over(Life("gone-0", 7))
+
+
 @pytest.mark.parametrize(
     "message",
     [
