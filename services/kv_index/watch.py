@@ -5,10 +5,19 @@ for each life.
 """
 
 import logging
+from typing import NamedTuple
 
 from services.kv_index.events import Life
 
 logger = logging.getLogger(__name__)
+
+
+class _Silence(NamedTuple):
+    """A life works, and no block of it is known."""
+
+    epoch: int
+    since_s: float
+    is_told: bool  # for so long that it was reported
 
 
 class Watch:
@@ -17,8 +26,7 @@ class Watch:
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
         self._refused: dict[str, int] = {}  # worker id -> the epoch that is left out
-        self._working_since_s: dict[Life, float] = {}
-        self._mute: set[Life] = set()
+        self._silences: dict[str, _Silence] = {}  # by worker id, so a restart ends its last one
         self._doubted: set[Life] = set()
         self.num_refused = 0
 
@@ -28,7 +36,7 @@ class Watch:
         return {
             "refused_total": self.num_refused,
             "refused_workers": len(self._refused),
-            "mute_workers": len(self._mute),
+            "mute_workers": sum(silence.is_told for silence in self._silences.values()),
             "doubted_workers": len(self._doubted),
         }
 
@@ -45,22 +53,22 @@ class Watch:
         return is_refused
 
     def note(self, life: Life, *, is_working: bool, is_known: bool, now_s: float) -> None:
-        """A heartbeat: is it working, and has any batch of its events been followed?"""
-        if is_known or life in self._mute:
-            if is_known:
-                self._working_since_s.pop(life, None)
-                self._mute.discard(life)
+        """A current life's heartbeat: is it working, and has any batch of it been followed?"""
+        silence = self._silences.get(life.worker_id)
+        if is_known or (silence is not None and silence.epoch != life.epoch):
+            self._silences.pop(life.worker_id, None)
+            silence = None
+        if is_known or not (is_working or silence):
             return
-        if is_working:
-            self._working_since_s.setdefault(life, now_s)
-        since_s = self._working_since_s.get(life, now_s)
-        if now_s - since_s >= self._grace_s:
-            self._mute.add(life)
+        since_s, is_told = (silence.since_s, silence.is_told) if silence else (now_s, False)
+        if not is_told and now_s - since_s >= self._grace_s:
+            is_told = True
             logger.error(
                 "worker %s has worked for %.0f s and published no block: the router is blind to it",
                 life.worker_id,
                 now_s - since_s,
             )
+        self._silences[life.worker_id] = _Silence(life.epoch, since_s, is_told)
 
     def note_doubted(self, doubted: set[Life]) -> None:
         """These lives' digests disagree with their own snapshots."""
@@ -69,6 +77,7 @@ class Watch:
         self._doubted = doubted
 
     def forget(self, life: Life) -> None:
-        """A life is over. A refused one stays refused: messages of it may be on the way."""
-        self._working_since_s.pop(life, None)
-        self._mute.discard(life)
+        """A life and those before it are over. A refused one stays so: it may not be silent yet."""
+        silence = self._silences.get(life.worker_id)
+        if silence is not None and silence.epoch <= life.epoch:
+            del self._silences[life.worker_id]

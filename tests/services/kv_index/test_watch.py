@@ -46,6 +46,25 @@ def test_a_life_that_is_over_is_not_mute() -> None:
     assert watch.counts["mute_workers"] == 0
 
 
+def test_a_restart_ends_the_silence_of_the_life_before() -> None:
+    """Else the alarm rings until kv_index starts again, whatever the worker publishes."""
+    watch = Watch(grace_s=10)
+    for now_s in (0, 10):
+        watch.note(LIFE, is_working=True, is_known=False, now_s=now_s)
+    assert watch.counts["mute_workers"] == 1
+
+    reborn = Life("w0", 8)
+    watch.note(reborn, is_working=True, is_known=False, now_s=11)
+    assert watch.counts["mute_workers"] == 0, "its own grace begins"
+    watch.note(reborn, is_working=True, is_known=False, now_s=21)
+    assert watch.counts["mute_workers"] == 1
+
+    watch.forget(LIFE)
+    assert watch.counts["mute_workers"] == 1
+    watch.forget(Life("w0", 9))
+    assert watch.counts["mute_workers"] == 0, "a life that began and ended ends those before it"
+
+
 def test_a_refused_life_stays_out_and_its_next_one_does_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
