@@ -1,7 +1,8 @@
 """Keeps the Redis copy close behind the index, without ever making the index wait.
 
-While Redis is away nothing queues up. A comparison of sequences, after every failure and now and
-then, finds the workers whose copy has fallen behind or lost data; they are written whole.
+While Redis is away nothing queues up: who changed is noted, and written whole when it is back. A
+comparison of sequences, after every failure and now and then, finds the workers whose copy has
+fallen behind or lost data all the same; they are written whole too.
 """
 
 import asyncio
@@ -44,9 +45,8 @@ class Mirror:
         if delta is None or delta.life in self._behind:
             return
         if len(self._waiting) >= _MAX_WAITING:
-            self._behind.update(waiting.life for waiting in self._waiting)
+            self._give_up_waiting()
             self._behind.add(delta.life)
-            self._waiting.clear()
         else:
             self._waiting.append(delta)
         self._work.set()
@@ -60,7 +60,7 @@ class Mirror:
 
     def note_away(self, reason: str) -> None:
         """Redis does not answer: nothing queues up, and the copy is compared when it does."""
-        self._waiting.clear()
+        self._give_up_waiting()
         self._next_check_s = 0.0
         if not self._away_reason:
             logger.error("Redis is away, serving from memory: %s", reason)
@@ -70,6 +70,8 @@ class Mirror:
         """Write and compare for ever."""
         while True:
             try:
+                if self._away_reason:
+                    await self._store.sequences([])  # whole lives are not gathered for nobody
                 await self.write()
                 await self._compare()
                 self._note_back()
@@ -91,18 +93,37 @@ class Mirror:
             elif self._waiting:
                 await self._write_step(self._waiting.popleft())
             elif self._behind:
-                await self._write_whole(self._behind.pop())
+                await self._write_whole(next(iter(self._behind)))
             else:
                 return
 
     async def _write_step(self, delta: Delta) -> None:
-        if delta.life not in self._behind and not await self._store.append(delta):
+        if delta.life in self._behind:
+            return
+        try:
+            is_behind = not await self._store.append(delta)
+        except (StoreAway, asyncio.CancelledError):
+            # A step that healed a drift keeps its sequence, so no comparison would miss it.
+            self._behind.add(delta.life)
+            raise
+        if is_behind:
             self._behind.add(delta.life)
 
     async def _write_whole(self, life: Life) -> None:
+        self._behind.discard(life)  # what comes while this is written waits as a step
         whole = self._index.whole(life)  # taken now, so it holds all that waited
-        if whole is not None:
+        if whole is None:
+            return
+        try:
             await self._store.append(whole)
+        except (StoreAway, asyncio.CancelledError):
+            self._behind.add(life)
+            raise
+
+    def _give_up_waiting(self) -> None:
+        """Their lives are written whole instead."""
+        self._behind.update(delta.life for delta in self._waiting)
+        self._waiting.clear()
 
     async def _compare(self) -> None:
         now_s = asyncio.get_running_loop().time()

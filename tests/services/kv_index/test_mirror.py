@@ -1,5 +1,8 @@
+import asyncio
 import uuid
 from contextlib import aclosing
+
+import pytest
 
 from services.kv_index.events import DEVICE_BIT, Change, Life, blocks
 from services.kv_index.index import Index
@@ -8,6 +11,7 @@ from services.kv_index.store import Store
 from shared import farspan_pb2 as pb
 from shared.block_hash import BlockHash
 from shared.block_journal import BlockJournal
+from tests.local_server import LocalServer
 
 
 async def test_more_steps_than_may_wait_are_copied_as_a_whole(redis_url: str) -> None:
@@ -29,6 +33,36 @@ async def test_more_steps_than_may_wait_are_copied_as_a_whole(redis_url: str) ->
         whole = index.whole(life)
         assert whole is not None and copied.sequence == whole.sequence == 1500
         assert blocks(copied.changes) == blocks(whole.changes)
+
+
+async def copy_of(store: Store, life: Life) -> dict[bytes, int]:
+    (copied,) = [whole for whole in await store.load() if whole.life == life]
+    return blocks(copied.changes)
+
+
+@pytest.mark.parametrize("is_tried", [False, True])
+async def test_what_was_healed_during_an_outage_is_copied_after_it(
+    redis_server: LocalServer, is_tried: bool
+) -> None:
+    """A heal keeps its sequence, so comparing sequences finds nothing; tried or not yet tried."""
+    life = Life("w", 5)
+    index = Index()
+    async with aclosing(Store(f"redis://{redis_server.address}/0")) as store:
+        mirror = Mirror(index, store, check_interval_s=60)
+        mirror.append(index.restore(life, 3, [Change(DEVICE_BIT, True, b"a" * 16)]))
+        await mirror.write()
+
+        redis_server.pause()
+        mirror.append(index.restore(life, 3, [Change(DEVICE_BIT, True, b"b" * 16)]))
+        for _ in range(2 * is_tried):  # the step is given up, then the whole life
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await mirror.write()
+        mirror.note_away("it stands still")
+        redis_server.go_on()
+        await mirror.write()
+
+        assert await copy_of(store, life) == {b"b" * 16: DEVICE_BIT}
 
 
 async def test_a_retired_life_leaves_the_copy(redis_url: str) -> None:
