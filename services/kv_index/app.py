@@ -59,7 +59,7 @@ class KvIndex:
     async def on_events(self, batch: pb.BlockEvents) -> None:
         """Follow a worker's next batch."""
         life = events.life_of(batch.worker)
-        if self._watch.is_refused(life) or self._is_late(life):
+        if self._is_left_out(life):
             return
         try:
             self._mirror.append(self._index.apply(batch))
@@ -71,10 +71,10 @@ class KvIndex:
     async def on_heartbeat(self, heartbeat: pb.Heartbeat) -> None:
         """Learn of new lives, of lost tails, of drift, and of workers that stop."""
         life = events.life_of(heartbeat.worker)
-        if self._watch.is_refused(life) or self._is_late(life):
-            return
         if heartbeat.state == pb.SERVICE_STATE_STOPPED:
             self._retire(life)
+            return
+        if self._is_left_out(life):
             return
         if heartbeat.HasField("layout"):
             try:
@@ -113,7 +113,7 @@ class KvIndex:
     def _forget_silent(self, now_s: float, forget_after_s: float) -> None:
         self._heard_s = {
             life: self._heard_s.get(life, now_s) if self._bus.is_connected else now_s
-            for life in self._index.sequences
+            for life in (*self._index.sequences, *self._watch.refused)
         }
         for life, heard_s in list(self._heard_s.items()):
             if now_s - heard_s > forget_after_s:
@@ -139,11 +139,14 @@ class KvIndex:
         self._metrics = {f"farspan_kv_index_{name}": value for name, value in figures.items()}
 
     def _refuse(self, life: Life, error: BadRequest) -> None:
-        self._watch.refuse(life, str(error))
         self._retire(life)
+        self._watch.refuse(life, str(error))
 
-    def _is_late(self, life: Life) -> bool:
-        """Whether a message is of a past life; each counts."""
+    def _is_left_out(self, life: Life) -> bool:
+        """Whether a message is of a refused life, or of a past one; each counts."""
+        if self._watch.is_refused(life):
+            self._heard_s[life] = time.monotonic()
+            return True
         is_late = self._index.is_over(life)
         self._num_late += is_late
         return is_late

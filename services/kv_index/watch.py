@@ -5,6 +5,7 @@ for each life.
 """
 
 import logging
+import math
 from typing import NamedTuple
 
 from services.kv_index.events import Life
@@ -40,6 +41,11 @@ class Watch:
             "doubted_workers": len(self._doubted),
         }
 
+    @property
+    def refused(self) -> set[Life]:
+        """Lives that are left out."""
+        return {Life(worker_id, epoch) for worker_id, epoch in self._refused.items()}
+
     def refuse(self, life: Life, reason: str) -> None:
         """Leave a life out from now on: an event that is not understood may have removed blocks."""
         logger.error("worker %s is left out until it starts again: %s", life.worker_id, reason)
@@ -47,10 +53,12 @@ class Watch:
         self.num_refused += 1
 
     def is_refused(self, life: Life) -> bool:
-        """Whether a life is left out; each message of it counts."""
-        is_refused = self._refused.get(life.worker_id) == life.epoch
-        self.num_refused += is_refused
-        return is_refused
+        """Whether a life is left out; each message of it counts, one of a later life ends it."""
+        epoch = self._refused.get(life.worker_id)
+        if epoch is not None and epoch < life.epoch:
+            del self._refused[life.worker_id]
+        self.num_refused += epoch == life.epoch
+        return epoch == life.epoch
 
     def note(self, life: Life, *, is_working: bool, is_known: bool, now_s: float) -> None:
         """A current life's heartbeat: is it working, and has any batch of it been followed?"""
@@ -77,7 +85,9 @@ class Watch:
         self._doubted = doubted
 
     def forget(self, life: Life) -> None:
-        """A life and those before it are over. A refused one stays so: it may not be silent yet."""
+        """A life and those before it are over: there is nothing to be told about them any more."""
+        if self._refused.get(life.worker_id, math.inf) <= life.epoch:
+            del self._refused[life.worker_id]
         silence = self._silences.get(life.worker_id)
         if silence is not None and silence.epoch <= life.epoch:
             del self._silences[life.worker_id]

@@ -320,6 +320,29 @@ async def test_a_worker_with_other_blocks_is_left_out(
         await eventually(client, chain, {next_life(life): (1, pb.TIER_DEVICE)})
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_a_refused_worker_that_is_gone_is_no_alarm(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash], is_told: bool
+) -> None:
+    """Whether it said goodbye or fell silent; what is late of it still brings nothing back."""
+
+    async def refused() -> object:
+        return (await figures(config)).get("refused_workers")
+
+    forget_after_s = 600.0 if is_told else 1.5
+    async with serving(replace(config, forget_after_s=forget_after_s)) as client:
+        worker = FakeWorker(link, life)
+        await worker.beat(block_tokens=512)
+        await until(refused, 1)
+        if is_told:
+            await worker.beat(pb.SERVICE_STATE_STOPPED)
+        await until(refused, 0)
+
+        await worker.store(chain)
+        await FakeWorker(link, Life(f"{life.worker_id}-b", 1)).store(chain)
+        await eventually(client, chain, {Life(f"{life.worker_id}-b", 1): (10, pb.TIER_DEVICE)})
+
+
 async def test_sparse_events_put_a_worker_out_and_nothing_else(
     config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
 ) -> None:

@@ -71,13 +71,25 @@ def test_a_refused_life_stays_out_and_its_next_one_does_not(
     """Every message left out counts; one line says why."""
     watch = Watch(grace_s=60)
     watch.refuse(LIFE, "hashes of 128 tokens for 1024")
-    watch.forget(LIFE)
 
     assert watch.is_refused(LIFE)
-    assert not watch.is_refused(Life("w0", 8))
+    assert not watch.is_refused(Life("w0", 6))
     assert watch.counts["refused_total"] == 2
     assert watch.counts["refused_workers"] == 1
     assert len(caplog.records) == 1
+
+    assert not watch.is_refused(Life("w0", 8))
+    assert watch.counts["refused_workers"] == 0
+
+
+def test_a_refused_life_that_is_over_is_not_counted_for_ever() -> None:
+    watch = Watch(grace_s=60)
+    watch.refuse(LIFE, "its blocks have 512 tokens, not 64")
+    watch.forget(Life("w0", 6))
+    assert watch.refused == {LIFE}
+
+    watch.forget(LIFE)
+    assert watch.counts["refused_workers"] == 0
 
 
 def test_a_digest_that_contradicts_its_own_snapshot_is_told_once(
