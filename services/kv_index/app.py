@@ -103,6 +103,7 @@ class KvIndex:
             self._forget_silent(time.monotonic(), forget_after_s)
             self._index.tidy()
             self._watch.note_doubted(self._index.doubted)
+            self._mirror.note_refused(self._watch.refused)
             self._measure()
             await asyncio.sleep(_SWEEP_S)
 
@@ -141,6 +142,7 @@ class KvIndex:
     def _refuse(self, life: Life, error: BadRequest) -> None:
         self._retire(life)
         self._watch.refuse(life, str(error))
+        self._mirror.note_refused(self._watch.refused)
 
     def _is_left_out(self, life: Life) -> bool:
         """Whether a message is of a refused life, or of a past one; each counts."""
@@ -189,13 +191,14 @@ async def serve(config: KvIndexConfig) -> AsyncIterator[int]:
         aclosing(store),
         bus.connect(config.nats_url, "kv_index") as link,
     ):
+        watch = Watch(config.mute_after_s)
         try:
-            await _load(index, store)
+            await _load(index, store, watch)
         except StoreAway as error:
             if config.redis_required or isinstance(error, StoreRefused):
                 raise ConfigError(f"no Redis at {store.place}: {error}") from error
             mirror.note_away(f"no Redis at {store.place}: {error}")
-        service = KvIndex(link, index, mirror, Watch(config.mute_after_s))
+        service = KvIndex(link, index, mirror, watch)
         async with (
             tasks.background(mirror.run(), service.sweep(config.forget_after_s)),
             lifecycle.health(
@@ -212,9 +215,12 @@ async def serve(config: KvIndexConfig) -> AsyncIterator[int]:
         await _flush(mirror)
 
 
-async def _load(index: Index, store: Store) -> None:
+async def _load(index: Index, store: Store, watch: Watch) -> None:
     """Start with what the last process knew. Raises StoreAway."""
     lives = await store.load()
+    for refused in await store.refused():
+        index.retire(refused)
+        watch.refuse(refused, "another replica, or the process before this one, decided so")
     for life in lives:
         index.restore(life.life, life.sequence, life.changes)
     logger.info("loaded %d blocks of %d workers", index.num_blocks, len(lives))

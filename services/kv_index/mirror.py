@@ -31,6 +31,9 @@ class Mirror:
         self._waiting: deque[Delta] = deque()
         self._retired: deque[Life] = deque()
         self._behind: set[Life] = set()
+        self._refused: set[Life] = set()
+        self._no_more_refused: set[Life] = set()  # but in the copy, perhaps
+        self._must_write_refused = False
         self._work = asyncio.Event()
         self._next_check_s = 0.0
         self._away_reason = ""
@@ -58,9 +61,19 @@ class Mirror:
         self._retired.append(life)
         self._work.set()
 
+    def note_refused(self, refused: set[Life]) -> None:
+        """These lives, and no others, are left out: the next process must not begin with them."""
+        if refused == self._refused:
+            return
+        self._no_more_refused = (self._no_more_refused | self._refused) - refused
+        self._refused = refused
+        self._must_write_refused = True
+        self._work.set()
+
     def note_away(self, reason: str) -> None:
         """Redis does not answer: nothing queues up, and the copy is compared when it does."""
         self._give_up_waiting()
+        self._must_write_refused = True  # it may come back empty
         self._next_check_s = 0.0
         if not self._away_reason:
             logger.error("Redis is away, serving from memory: %s", reason)
@@ -90,12 +103,20 @@ class Mirror:
             if self._retired:
                 await self._store.retire(self._retired[0])
                 self._retired.popleft()
+            elif self._must_write_refused:
+                await self._write_refused()
             elif self._waiting:
                 await self._write_step(self._waiting.popleft())
             elif self._behind:
                 await self._write_whole(next(iter(self._behind)))
             else:
                 return
+
+    async def _write_refused(self) -> None:
+        refused, no_more = self._refused, self._no_more_refused
+        await self._store.note_refused(refused, no_more)
+        if (refused, no_more) == (self._refused, self._no_more_refused):
+            self._must_write_refused, self._no_more_refused = False, set()
 
     async def _write_step(self, delta: Delta) -> None:
         if delta.life in self._behind:
@@ -134,7 +155,8 @@ class Mirror:
         self._behind.update(life for life, sequence in written.items() if copied[life] < sequence)
         if self._behind:
             logger.info("writing %d workers whole: their copy was behind", len(self._behind))
-            await self.write()
+        self._must_write_refused |= bool(self._refused)
+        await self.write()
         self._next_check_s = now_s + self._check_interval_s
 
     def _note_back(self) -> None:

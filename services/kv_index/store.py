@@ -3,6 +3,7 @@
 farspan:kv:v2:epochs                      hash    worker id -> epoch; what is not here is not valid
 farspan:kv:v2:life:{id}:{epoch}:sequence  string  the last batch that is in the sets
 farspan:kv:v2:life:{id}:{epoch}:{tier}    set     block hashes in `device` or `host`
+farspan:kv:v2:refused                     set     {epoch}:{id} of lives that are left out
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from shared.block_hash import HASH_BYTES
 from shared.redis_link import open_redis, place
 
 _EPOCHS = "farspan:kv:v2:epochs"
+_REFUSED = "farspan:kv:v2:refused"
 _TIERS = {DEVICE_BIT: "device", HOST_BIT: "host"}
 _SCAN_COUNT = 4096
 _TIMEOUT_S = 5.0
@@ -140,6 +142,24 @@ class Store:
         """Remove a life, and its worker unless another life has begun."""
         await _run(self._retire, _keys(life), [life.worker_id, _digits(life.epoch)])
 
+    async def refused(self) -> list[Life]:
+        """Lives that a kv_index leaves out."""
+        async with _answering():
+            members = await self._redis.smembers(_REFUSED)
+        parts = (member.decode().split(":", 1) for member in members)
+        return [Life(worker_id, int(epoch)) for epoch, worker_id in parts]
+
+    async def note_refused(self, begun: Iterable[Life], ended: Iterable[Life]) -> None:
+        """Remember that these lives are left out, and forget it of those."""
+        async with _answering():
+            pipeline = self._redis.pipeline(transaction=False)
+            for life in begun:
+                pipeline.sadd(_REFUSED, f"{_digits(life.epoch)}:{life.worker_id}")
+            for life in ended:
+                pipeline.srem(_REFUSED, f"{_digits(life.epoch)}:{life.worker_id}")
+            pipeline.expire(_REFUSED, _KEEP_S)
+            await pipeline.execute()
+
     async def sequences(self, lives: Sequence[Life]) -> dict[Life, int]:
         """How far the copy is with each life, which is kept for another day; 0 if not known."""
         async with _answering():
@@ -149,7 +169,9 @@ class Store:
                 for key in tiers:
                     pipeline.expire(key, _KEEP_S)
                 pipeline.getex(sequence, ex=_KEEP_S)
-            pipeline.ping()  # also with no lives this shows whether Redis is there
+            pipeline.expire(
+                _REFUSED, _KEEP_S
+            )  # also with no lives this shows whether Redis is there
             answers = await pipeline.execute()
         return {life: int(answer or 0) for life, answer in zip(lives, answers[2::3], strict=False)}
 

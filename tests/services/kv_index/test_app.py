@@ -31,7 +31,10 @@ Hits = dict[Life, tuple[int, pb.Tier]]
 
 
 @pytest.fixture
-def config(nats_url: str, redis_url: str) -> KvIndexConfig:
+async def config(nats_url: str, redis_url: str) -> KvIndexConfig:
+    """In a Redis that all tests share: whom others' index left out is no matter of this one."""
+    async with aclosing(Redis.from_url(redis_url)) as redis:
+        await redis.delete("farspan:kv:v2:refused")
     return KvIndexConfig(
         nats_url=nats_url,
         redis_url=redis_url,
@@ -318,6 +321,40 @@ async def test_a_worker_with_other_blocks_is_left_out(
         await until(refused, (2, 1))
         await FakeWorker(link, next_life(life)).store(chain[:1])
         await eventually(client, chain, {next_life(life): (1, pb.TIER_DEVICE)})
+
+
+async def test_a_replica_that_starts_leaves_out_whom_the_others_refused(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """A snapshot does not tell what was wrong with the events that led to it."""
+    sparse = pb.BlocksStored(tier=pb.TIER_DEVICE, block_hashes=pack(chain), num_tokens=64 * 40)
+    batch = pb.BlockEvents(
+        worker=pb.WorkerRef(worker_id=life.worker_id, epoch=life.epoch),
+        sequence=1,
+        events=[pb.BlockEvent(stored=sparse)],
+    )
+    other = Life(f"{life.worker_id}-b", life.epoch)
+    worker = FakeWorker(link, life, num_kept_batches=1)
+
+    async def refused() -> object:
+        return (await figures(config)).get("refused_workers")
+
+    async with worker.answering():
+        async with serving(config):
+            await link.publish(subjects.BLOCK_EVENTS, batch)
+            await until(refused, 1)
+        async with serving(config) as client:
+            for _ in range(3):
+                await worker.store(chain)
+                await worker.beat()
+            await FakeWorker(link, other).store(chain)
+            await eventually(client, chain, {other: (10, pb.TIER_DEVICE)})
+            assert worker.replays == []
+
+            await FakeWorker(link, next_life(life)).beat()
+            await until(refused, 0)
+    async with serving(config):
+        await until(refused, 0)
 
 
 @pytest.mark.parametrize("is_told", [True, False])

@@ -51,6 +51,16 @@ async def load(store: Store, worker_id: str) -> Copy | None:
     return None
 
 
+async def test_lives_that_are_left_out_are_remembered(store: Store, life: Life) -> None:
+    """A worker's id may hold any character."""
+    other = Life(f"{life.worker_id}:b", EPOCH)
+    await store.note_refused([life, other], [])
+    assert {life, other} <= set(await store.refused())
+
+    await store.note_refused([], [life, other])
+    assert not {life, other} & set(await store.refused())
+
+
 async def test_what_is_appended_is_loaded(store: Store, life: Life) -> None:
     """Tiers, removals and the sequence, byte for byte."""
     assert await store.append(Delta(life, 0, 1, (on_device(A, B), on_host(B))))
