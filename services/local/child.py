@@ -17,6 +17,7 @@ from services.local.plan import ROOT, Spec, environment
 
 _LAST_LINES = 15
 _GUARD_EXIT_S = 10.0
+_GROUP_TRIES, _GROUP_TRY_S = 100, 0.01
 
 
 class Guard:
@@ -90,9 +91,21 @@ class Child:
         except TimeoutError:
             return False
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            self._kill_group()
             await self._process.wait()
+            # What it had started is another's child: a killed one is seen for an instant longer.
+            for _ in range(_GROUP_TRIES):
+                if not self._kill_group():
+                    break
+                await asyncio.sleep(_GROUP_TRY_S)
+
+    def _kill_group(self) -> bool:
+        """Whether anybody was left to kill."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True
 
     def last_lines(self) -> str:
         """The end of its log."""

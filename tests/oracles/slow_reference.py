@@ -65,14 +65,6 @@ class SlowReference:
         """Scores of the token after each row."""
         return hidden @ self._weights["lm_head.weight"].T
 
-    def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """The greedy continuation of a prompt; the sequence must be empty."""
-        tokens, fresh = [], list(prompt)
-        for _ in range(num_tokens):
-            fresh = [int(self.logits(self.extend(fresh).hidden[-1]).argmax())]
-            tokens += fresh
-        return tokens
-
     def _mtp(self, embedded: torch.Tensor, before: torch.Tensor, slots: range) -> torch.Tensor:
         """A token's row stands in its own slot but is turned by the position before.
 
