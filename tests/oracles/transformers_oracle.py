@@ -6,6 +6,7 @@ MTP layer.
 """
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -65,11 +66,13 @@ class TransformersOracle:
     @torch.inference_mode()
     def logits(self, token_ids: list[int]) -> torch.Tensor:  # [n, vocab]
         """Logits of every position; the chosen positions are in `chosen` afterwards."""
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # the engine takes one
         return self.model(torch.tensor([token_ids]), use_cache=False).logits[0]
 
     @torch.inference_mode()
     def greedy(self, token_ids: list[int], num_tokens: int) -> list[int]:
         """The greedy continuation, with transformers' own cache."""
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
         out = self.model.generate(
             torch.tensor([token_ids]),
             attention_mask=torch.ones((1, len(token_ids)), dtype=torch.long),
