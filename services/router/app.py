@@ -15,7 +15,7 @@ from services.router.config import RouterConfig
 from services.router.fleet import Fleet
 from services.router.gateways import Gateways
 from services.router.journal import Journal
-from services.router.ledger import Ledger
+from services.router.ledger import LONGEST_LEASE_S, Ledger
 from services.router.policy import Decision, Judgement
 from services.router.promises import Promises
 from services.router.records import Inputs
@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 _CONTRACT_VERSION = "1.0.0"
 _WATCH_S = 0.25
 _GAUGES = {"open_promises", "workers"}  # of the figures; the others only grow
-_LONGEST_S = 86_400.0  # the ledger's longest lease
 
 
 class Router:
@@ -258,7 +257,7 @@ def _check(request: pb.PlaceRequest) -> float:
     num_blocks = request.num_prompt_tokens // BLOCK_TOKENS
     if len(request.block_hashes) != num_blocks * HASH_BYTES:
         raise BadRequest(f"a prompt of {request.num_prompt_tokens} tokens has {num_blocks} hashes")
-    return min(request.deadline_unix_ms / 1000 - time.time(), _LONGEST_S)
+    return min(request.deadline_unix_ms / 1000 - time.time(), LONGEST_LEASE_S)
 
 
 @asynccontextmanager

@@ -27,7 +27,7 @@ _KEYS = (
     "farspan:router:v1:turn",
 )
 _MADE_DIGITS = 15
-_MAX_LEASE_MS = 24 * 3600 * 1000
+LONGEST_LEASE_S = 86_400.0
 MAX_ENDED = 512  # in one step
 
 # One step: tell what the caller does not know yet, then write what it did. A promise is written
@@ -216,7 +216,7 @@ class Ledger:
 
 
 def _fields(entry: Entry) -> list[str | bytes | int]:
-    lease_ms = max(1, min(entry.reservation.lifetime_ms, _MAX_LEASE_MS))
+    lease_ms = max(1, min(entry.reservation.lifetime_ms, int(LONGEST_LEASE_S * 1000)))
     prefix_ms = max(1, min(lease_ms, int(entry.prefix_s * 1000)))
     data = entry.reservation.SerializeToString()
     prefill, decode = entry.reservation.prefill.worker_id, entry.reservation.decode.worker_id

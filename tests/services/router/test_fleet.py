@@ -9,11 +9,6 @@ from tests.services.router.fleets import Clock, heartbeat, load
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def fleet(clock: Clock) -> Fleet:
     return Fleet(clock, silence_s=3.0)
 

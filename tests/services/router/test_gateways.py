@@ -7,11 +7,6 @@ from tests.services.router.fleets import Clock
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def gateways(clock: Clock) -> Gateways:
     return Gateways(clock, silence_s=10.0)
 

@@ -20,11 +20,6 @@ DECISION = Decision(
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def promises(clock: Clock) -> Promises:
     return Promises(clock)
 
