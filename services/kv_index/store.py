@@ -169,9 +169,8 @@ class Store:
                 for key in tiers:
                     pipeline.expire(key, _KEEP_S)
                 pipeline.getex(sequence, ex=_KEEP_S)
-            pipeline.expire(
-                _REFUSED, _KEEP_S
-            )  # also with no lives this shows whether Redis is there
+            # Also with no lives this shows whether Redis is there.
+            pipeline.expire(_REFUSED, _KEEP_S)
             answers = await pipeline.execute()
         return {life: int(answer or 0) for life, answer in zip(lives, answers[2::3], strict=False)}
 

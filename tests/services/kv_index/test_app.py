@@ -323,16 +323,21 @@ async def test_a_worker_with_other_blocks_is_left_out(
         await eventually(client, chain, {next_life(life): (1, pb.TIER_DEVICE)})
 
 
+def sparse_batch(life: Life, chain: list[BlockHash], sequence: int) -> pb.BlockEvents:
+    """Blocks of another size than ours: they stand for four times as many tokens."""
+    sparse = pb.BlocksStored(tier=pb.TIER_DEVICE, block_hashes=pack(chain), num_tokens=64 * 40)
+    return pb.BlockEvents(
+        worker=pb.WorkerRef(worker_id=life.worker_id, epoch=life.epoch),
+        sequence=sequence,
+        events=[pb.BlockEvent(stored=sparse)],
+    )
+
+
 async def test_a_replica_that_starts_leaves_out_whom_the_others_refused(
     config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
 ) -> None:
     """A snapshot does not tell what was wrong with the events that led to it."""
-    sparse = pb.BlocksStored(tier=pb.TIER_DEVICE, block_hashes=pack(chain), num_tokens=64 * 40)
-    batch = pb.BlockEvents(
-        worker=pb.WorkerRef(worker_id=life.worker_id, epoch=life.epoch),
-        sequence=1,
-        events=[pb.BlockEvent(stored=sparse)],
-    )
+    batch = sparse_batch(life, chain, sequence=1)
     other = Life(f"{life.worker_id}-b", life.epoch)
     worker = FakeWorker(link, life, num_kept_batches=1)
 
@@ -384,12 +389,7 @@ async def test_sparse_events_put_a_worker_out_and_nothing_else(
     config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
 ) -> None:
     """Spans of a sliding window are no prefix (B17)."""
-    sparse = pb.BlocksStored(tier=pb.TIER_DEVICE, block_hashes=pack(chain), num_tokens=64 * 40)
-    batch = pb.BlockEvents(
-        worker=pb.WorkerRef(worker_id=life.worker_id, epoch=life.epoch),
-        sequence=2,
-        events=[pb.BlockEvent(stored=sparse)],
-    )
+    batch = sparse_batch(life, chain, sequence=2)
     other = Life(f"{life.worker_id}-b", life.epoch)
     async with serving(config) as client:
         await FakeWorker(link, life).store(chain[:1])
