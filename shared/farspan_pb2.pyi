@@ -151,14 +151,16 @@ class PrefixQuery(_message.Message):
     def __init__(self, block_hashes: _Optional[bytes] = ...) -> None: ...
 
 class PrefixHit(_message.Message):
-    __slots__ = ("worker", "tier", "num_blocks")
+    __slots__ = ("worker", "tier", "num_blocks", "is_on_the_way")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    IS_ON_THE_WAY_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerRef
     tier: Tier
     num_blocks: int
-    def __init__(self, worker: _Optional[_Union[WorkerRef, _Mapping]] = ..., tier: _Optional[_Union[Tier, str]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    is_on_the_way: bool
+    def __init__(self, worker: _Optional[_Union[WorkerRef, _Mapping]] = ..., tier: _Optional[_Union[Tier, str]] = ..., num_blocks: _Optional[int] = ..., is_on_the_way: _Optional[bool] = ...) -> None: ...
 
 class PrefixHits(_message.Message):
     __slots__ = ("hits",)
@@ -660,16 +662,18 @@ class DecisionOutcome(_message.Message):
     def __init__(self, placement: _Optional[_Union[Placement, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., reservation: _Optional[_Union[Reservation, _Mapping]] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ...) -> None: ...
 
 class DecisionRecord(_message.Message):
-    __slots__ = ("router_id", "decided_unix_ms", "inputs", "outcome")
+    __slots__ = ("router_id", "decided_unix_ms", "inputs", "outcome", "withdrawn")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     DECIDED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     decided_unix_ms: int
     inputs: DecisionInputs
     outcome: DecisionOutcome
-    def __init__(self, router_id: _Optional[str] = ..., decided_unix_ms: _Optional[int] = ..., inputs: _Optional[_Union[DecisionInputs, _Mapping]] = ..., outcome: _Optional[_Union[DecisionOutcome, _Mapping]] = ...) -> None: ...
+    withdrawn: str
+    def __init__(self, router_id: _Optional[str] = ..., decided_unix_ms: _Optional[int] = ..., inputs: _Optional[_Union[DecisionInputs, _Mapping]] = ..., outcome: _Optional[_Union[DecisionOutcome, _Mapping]] = ..., withdrawn: _Optional[str] = ...) -> None: ...
 
 class DecisionQuery(_message.Message):
     __slots__ = ("id", "reply_to")

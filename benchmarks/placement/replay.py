@@ -108,10 +108,9 @@ class Replay:
             num_prompt_tokens=request.turn.num_tokens,
             max_new_tokens=request.turn.num_new_tokens,
         )
-        hits = self._index.hits(request)
-        for key, hit in self._promises.prefixes_on_the_way(message.block_hashes).items():
-            if key not in hits or hits[key].num_blocks < hit.num_blocks:
-                hits[key] = hit
+        hits = self._promises.with_prefixes_on_the_way(
+            self._index.hits(request), message.block_hashes
+        )
         heard = [each.heard() for each in self._prefills.values()]
         heard += [each.heard() for each in self._decodes.values()]
         workers = self._promises.applied(heard)

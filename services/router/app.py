@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 from services.router import records
@@ -190,7 +190,7 @@ class Router:
                 bare,
                 digest,
                 self._promises.applied(self._fleet.live()),
-                self._with_hits_on_the_way(request.block_hashes, hits),
+                self._promises.with_prefixes_on_the_way(hits, request.block_hashes),
                 self._config.rates,
                 lifetime_s,
             )
@@ -199,25 +199,17 @@ class Router:
 
         try:
             decision = await self._reservations.reserve(request, lifetime_s, decide)
-        except FarspanError:
-            if latest is not None and latest[1].refusal is not None:
-                self._note(*latest)
+        except FarspanError as error:
+            if latest is not None:
+                is_refusal = latest[1].refusal is not None
+                self._note(*latest, withdrawn="" if is_refusal else str(error))
             raise
         assert latest is not None, "reserved without a decision"
         self._note(*latest)
         return decision
 
-    def _note(self, seen: Inputs, judgement: Judgement) -> None:
-        self._journal.add(int(time.time() * 1000), seen, judgement)
-
-    def _with_hits_on_the_way(
-        self, block_hashes: bytes, hits: Mapping[WorkerKey, Hit]
-    ) -> dict[WorkerKey, Hit]:
-        longest = dict(hits)
-        for key, hit in self._promises.prefixes_on_the_way(block_hashes).items():
-            if key not in longest or longest[key].num_blocks < hit.num_blocks:
-                longest[key] = hit
-        return longest
+    def _note(self, seen: Inputs, judgement: Judgement, withdrawn: str = "") -> None:
+        self._journal.add(int(time.time() * 1000), seen, judgement, withdrawn)
 
     async def _lookup(self, block_hashes: bytes) -> dict[WorkerKey, Hit]:
         """Who holds how much of the prompt; asked for the shortest too, so that traces show it."""

@@ -48,8 +48,19 @@ class Bid(NamedTuple):
         return self.must_wait, self.cost_s, -num_empty, self.worker.key.worker_id
 
 
-def prefill_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates: Rates) -> Bid:
-    """Time until the prompt is computed, own work counted twice, and what others lose by it."""
+def prefill_bid(
+    request: pb.PlaceRequest,
+    worker: Worker,
+    hit: Hit | None,
+    rates: Rates,
+    *,
+    shared_blocks: int = 0,
+) -> Bid:
+    """Time until the prompt is computed, own work counted twice, and what others lose by it.
+
+    `shared_blocks` are computed by others already (`twice_on_the_way`): doing them again counts
+    twice more.
+    """
     load, prompt_tokens = worker.heartbeat.load, request.num_prompt_tokens
     # The last token is computed in any case: its logits give the first token.
     hit_tokens = _hit_tokens(hit, prompt_tokens - 1)
@@ -60,6 +71,8 @@ def prefill_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates
     own_s = own_tokens / tokens_per_s
     if hit is not None and hit.tier == pb.TIER_HOST:
         own_s += hit_tokens * worker.kv_bytes_per_token / rates.host_load_bytes_per_s
+    again_tokens = min(shared_blocks * BLOCK_TOKENS, prompt_tokens - 1) - hit_tokens
+    again_s = max(0, again_tokens) / tokens_per_s
     block_tokens = BLOCK_TOKENS * max(1, worker.heartbeat.layout.dcp_size)
     num_blocks = _ceil(prompt_tokens, block_tokens) - hit_tokens // block_tokens
     num_promised_blocks = _ceil(worker.promised.prefill_tokens, block_tokens)
@@ -68,15 +81,24 @@ def prefill_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates
     return Bid(
         worker,
         must_wait=num_blocks + num_promised_blocks > load.free_blocks,
-        cost_s=queue_s + _OWN_WEIGHT * own_s + lost_s,
+        cost_s=queue_s + _OWN_WEIGHT * (own_s + again_s) + lost_s,
         hit_tokens=hit_tokens,
         work_tokens=own_tokens,
         num_pages=0,
         num_device_pages=0,
         earliest_s=before_s + own_s if load.tokens_per_s else 0.0,
-        figures=f"queue {queue_s:.3f} s, own {own_s:.3f} s, evicts {lost_s:.3f} s,"
-        f" hit {hit_tokens} tokens",
+        figures=f"queue {queue_s:.3f} s, own {own_s:.3f} s, again {again_s:.3f} s,"
+        f" evicts {lost_s:.3f} s, hit {hit_tokens} tokens",
     )
+
+
+def twice_on_the_way(hits: Iterable[Hit | None]) -> int:
+    """The leading blocks that two prefill workers at least are computing for others now.
+
+    Two copies serve a burst; a third one more often costs the fleet than it saves the request.
+    """
+    lengths = [hit.num_blocks for hit in hits if hit is not None and hit.is_on_the_way]
+    return sorted(lengths)[-2] if len(lengths) > 1 else 0
 
 
 def measured(workers: Iterable[Worker], rates: Rates) -> dict[int, Rates]:

@@ -50,11 +50,17 @@ class Journal:
             except OSError as error:
                 raise ConfigError(f"decisions cannot be written to {file}: {error}") from error
 
-    def add(self, decided_unix_ms: int, seen: Inputs, judgement: Judgement) -> None:
-        """Remember a decision or a refusal, and forget the oldest."""
+    def add(
+        self, decided_unix_ms: int, seen: Inputs, judgement: Judgement, withdrawn: str = ""
+    ) -> None:
+        """Remember a decision or a refusal, and forget the oldest.
+
+        `withdrawn` says why what was decided has not been promised after all.
+        """
         if not self._num_kept and self._file is None:
             return
         record = records.record(self._router_id, decided_unix_ms, seen, judgement)
+        record.withdrawn = withdrawn
         request_id, known_as = seen.request.request_id, tuple(seen.request.known_as)
         kept = _Kept(known_as, record.SerializeToString())
         if self._num_kept:

@@ -7,6 +7,7 @@ hold the request, or not in time, are left out; the others are compared by the t
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from services.router import cost
@@ -108,7 +109,9 @@ class _Scoring:
         prefills = self._candidates(fleet, pb.ROLE_PREFILL, prompt_tokens)
         decodes = self._candidates(fleet, pb.ROLE_DECODE, num_tokens)
         speeds = cost.measured(prefills, self._rates)
-        prefill_bids = self._in_time(self._bids(prefills, cost.prefill_bid, speeds))
+        shared_blocks = cost.twice_on_the_way(self._hits.get(worker.key) for worker in prefills)
+        price = partial(cost.prefill_bid, shared_blocks=shared_blocks)
+        prefill_bids = self._in_time(self._bids(prefills, price, speeds))
         best_prefill = _best(prefill_bids)
         best_decode = _best(self._bids(decodes, cost.decode_bid, {}))
         pairs = [(best_prefill[key], best_decode[key]) for key in best_prefill.keys() & best_decode]
@@ -215,6 +218,8 @@ def _why_not(worker: Worker, num_tokens: int, excluded: Collection[WorkerKey]) -
     heartbeat = worker.heartbeat
     if heartbeat.state != pb.SERVICE_STATE_READY:
         return "is not ready"
+    if not heartbeat.layout.model_fingerprint:
+        return "has told no layout"  # equal silence would pass for an equal layout
     if heartbeat.limits.max_sequence_tokens < num_tokens:
         return f"holds no {num_tokens} tokens"
     return "has lost this request before" if worker.key in excluded else ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from services.router.fleet import Heard
 from services.router.policy import Decision
-from services.router.view import Hit, Promised, Worker, WorkerKey, key_of
+from services.router.view import Hit, Hits, Promised, Worker, WorkerKey, key_of
 from shared import farspan_pb2 as pb
 from shared.block_hash import HASH_BYTES
 from shared.recent import Recent
@@ -148,7 +148,18 @@ class Promises:
             known = longest.get(promise.prefill, 0)
             if _hash_at(promise.block_hashes, known) == _hash_at(block_hashes, known) != b"":
                 longest[promise.prefill] = _num_common_blocks(block_hashes, promise.block_hashes)
-        return {key: Hit(num_blocks, pb.TIER_DEVICE) for key, num_blocks in longest.items()}
+        return {
+            key: Hit(num_blocks, pb.TIER_DEVICE, is_on_the_way=True)
+            for key, num_blocks in longest.items()
+        }
+
+    def with_prefixes_on_the_way(self, hits: Hits, block_hashes: bytes) -> dict[WorkerKey, Hit]:
+        """What the index knows, and what is on the way where that is longer."""
+        longest = dict(hits)
+        for key, hit in self.prefixes_on_the_way(block_hashes).items():
+            if key not in longest or longest[key].num_blocks < hit.num_blocks:
+                longest[key] = hit
+        return longest
 
     def _promised(self, one: Heard) -> Promised:
         taken = self._taken.get(one.key)

@@ -106,7 +106,7 @@ def _inputs_message(seen: Inputs) -> pb.DecisionInputs:
     for key, hit in sorted(seen.hits.items()):
         kept = message.hits.add()
         kept.worker.worker_id, kept.worker.epoch = key
-        kept.num_blocks, kept.tier = hit
+        kept.num_blocks, kept.tier, kept.is_on_the_way = hit
     return message
 
 
@@ -118,7 +118,9 @@ def _inputs(message: pb.DecisionInputs) -> Inputs:
         )
         for view in message.workers
     ]
-    hits = {key_of(hit.worker): Hit(hit.num_blocks, hit.tier) for hit in message.hits}
+    hits = {
+        key_of(hit.worker): Hit(hit.num_blocks, hit.tier, hit.is_on_the_way) for hit in message.hits
+    }
     return Inputs(
         message.request,
         message.prefix_digest,

@@ -24,6 +24,7 @@ class Hit(NamedTuple):
 
     num_blocks: int
     tier: pb.Tier
+    is_on_the_way: bool = False  # it is computing them for another request now
 
 
 Hits = Mapping[WorkerKey, Hit]

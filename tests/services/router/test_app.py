@@ -7,13 +7,14 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import httpx
 import pytest
+import redis.asyncio as redis
 
 from services.local.servers import free_port, nats_command
 from services.router import app, records
@@ -364,6 +365,30 @@ async def test_two_routers_share_their_promises_and_a_burst_goes_together(
     assert len({reply.placement.prefill.worker_id for reply in replies}) <= 2
     decodes = [reply.placement.decode.worker_id for reply in replies]
     assert decodes.count("d0") == decodes.count("d1") == 16
+
+
+async def test_a_placement_the_routers_could_not_agree_on_is_kept_with_its_reason(
+    config: RouterConfig, link: Bus, redis_url: str
+) -> None:
+    """Else nobody could tell why an idle fleet refused : another router keeps its turn."""
+    own = replace(config, redis_url=redis_url.removesuffix("/0") + "/7", redis_timeout_s=5.0)
+    wanted = placing()
+    async with (
+        aclosing(redis.from_url(own.redis_url)) as other,
+        index_of(own),
+        routing(own, link, fleet()) as router,
+    ):
+        await other.set("farspan:router:v1:turn", "another", px=5000)
+        reply = await place(link, wanted)
+        await other.delete("farspan:router:v1:turn")
+        (record,) = router.decisions(wanted.request_id)
+        left = router.details()["open_promises"]
+
+    assert reply.failure.kind == pb.FAILURE_KIND_OVERLOADED
+    assert record.withdrawn == reply.failure.message == "the routers could not agree in time"
+    assert record.outcome.placement.prefill.worker_id == "p1"
+    assert records.first_difference(record.outcome, records.replay(record)) == ""
+    assert left == 0
 
 
 async def test_a_router_without_its_redis_places_and_says_so(

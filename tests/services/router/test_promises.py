@@ -121,8 +121,12 @@ def test_a_prefix_on_the_way_is_a_hit_until_the_index_must_know(
     """Later the worker may have evicted it, and the index is the one to ask (C8)."""
     promises.make(request(640, hashes=chain(8) + chain(2, first=99)), DECISION, 600)
 
-    assert promises.prefixes_on_the_way(chain(15)) == {WorkerKey("p0", 1): Hit(8, pb.TIER_DEVICE)}
-    assert promises.prefixes_on_the_way(chain(3)) == {WorkerKey("p0", 1): Hit(3, pb.TIER_DEVICE)}
+    assert promises.prefixes_on_the_way(chain(15)) == {
+        WorkerKey("p0", 1): Hit(8, pb.TIER_DEVICE, True)
+    }
+    assert promises.prefixes_on_the_way(chain(3)) == {
+        WorkerKey("p0", 1): Hit(3, pb.TIER_DEVICE, True)
+    }
     assert promises.prefixes_on_the_way(chain(5, first=50)) == {}
 
     clock.now_s += 10
@@ -138,4 +142,4 @@ def test_the_longest_common_prefix_is_found(common: int, left: int, right: int) 
 
     hits = promises.prefixes_on_the_way(chain(common) + chain(right, first=2000))
 
-    assert hits == ({WorkerKey("p0", 1): Hit(common, pb.TIER_DEVICE)} if common else {})
+    assert hits == ({WorkerKey("p0", 1): Hit(common, pb.TIER_DEVICE, True)} if common else {})
