@@ -14,6 +14,7 @@ import torch
 
 from services.decode.config import DecodeConfig
 from shared.engine import tiles
+from shared.engine.attention_ops import CpuAttentionOps
 from shared.engine.comm import RankGroup
 from shared.engine.decode_engine import (
     DecodeEngineSettings,
@@ -56,7 +57,8 @@ class BareEngine:
         self._num_blocks = -(-max_tokens // BLOCK_TOKENS)
         self._pool = BlockPool(config, made, self._num_blocks, epoch=1)
         model = Transformer(config, load_weights(checkpoint, config, group, torch.float32), group)
-        context = KvContext(self._pool, made, config.attention, Sharding(1, BLOCK_TOKENS), group)
+        ops, sharding = CpuAttentionOps(made, config.attention), Sharding(1, BLOCK_TOKENS)
+        context = KvContext(self._pool, ops, config.attention.kv_lora_rank, sharding, group)
         self._prefill = PrefillEngine(model, context)
         self._decode = open_decode_engine(
             DecodeEngineSettings(

@@ -11,7 +11,8 @@ import torch
 from tokenizers import Tokenizer
 
 from shared.engine import tiles
-from shared.engine.attention import select_positions
+from shared.engine.attention import Select, select_positions
+from shared.engine.attention_ops import CpuAttentionOps
 from shared.engine.comm import RankGroup
 from shared.engine.kv.format import KvFormat, make_format
 from shared.engine.kv.layout import BLOCK_TOKENS, Sharding
@@ -20,7 +21,7 @@ from shared.engine.model.config import load_config
 from shared.engine.model.loading import load_weights
 from shared.engine.model.transformer import Transformer
 from shared.engine.prefill_engine import PrefillEngine
-from shared.engine.prefill_kv import KvContext, Select
+from shared.engine.prefill_kv import KvContext
 from shared.engine.step import Chunk, PrefillStep, Sampled, Sampling
 
 CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "demo-fp8"
@@ -146,5 +147,7 @@ def reference(
     made = make_format(kv_format, config.attention)
     num_blocks = -(-num_tokens // BLOCK_TOKENS)
     pool = BlockPool(config, made, num_blocks, epoch=1)
-    context = KvContext(pool, made, config.attention, Sharding(1, 64), RankGroup(), select)
+    ops = CpuAttentionOps(made, config.attention, select)
+    sharding = Sharding(1, BLOCK_TOKENS)
+    context = KvContext(pool, ops, config.attention.kv_lora_rank, sharding, RankGroup())
     return Reference(PrefillEngine(model(), context), pool, made, tuple(range(num_blocks)))

@@ -5,7 +5,7 @@ ascending) and attended in ascending order, so a query's result depends on its o
 cached rows alone. This module is also the meaning of the GPU kernels to come.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,6 +19,8 @@ _TILE_ROWS = 1 << 11  # gathered rows held at once while attending
 # Scores are summed in whole vectors: behind them, and in rows that begin inside one, the sum over
 # heads has other last bits, and equal scores would not be equal.
 KEY_STEP = 16
+
+Select = Callable[..., torch.Tensor]  # select_positions, or a test's injected choice
 
 _WIDTHS = tuple(1 << bits for bits in range(5, 11))  # of queries with few places
 

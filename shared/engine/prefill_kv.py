@@ -12,17 +12,13 @@ from functools import partial
 import numpy as np
 import torch
 
-from shared.engine.attention import select_positions, sparse_attention
+from shared.engine.attention_ops import AttentionOps
 from shared.engine.comm import RankGroup
-from shared.engine.kv.format import KvFormat
 from shared.engine.kv.layout import BLOCK_TOKENS, IntArray, QueryPlan, Sharding, plan_queries
 from shared.engine.kv.pool import BlockPool
-from shared.engine.model.config import AttentionConfig
 from shared.engine.model.layers import NewKv, Queries
 from shared.engine.model.transformer import StepRows
 from shared.engine.step import Chunk
-
-Select = Callable[..., torch.Tensor]  # select_positions, or a test's injected choice
 
 
 @dataclass(frozen=True)
@@ -118,11 +114,10 @@ class KvContext:
     """What every pass of every step needs."""
 
     pool: BlockPool
-    kv_format: KvFormat
-    attention: AttentionConfig
+    ops: AttentionOps
+    value_dim: int  # of attention's output: kv_lora_rank
     sharding: Sharding
     group: RankGroup
-    select: Select = select_positions
 
 
 class PrefillKv:
@@ -137,10 +132,9 @@ class PrefillKv:
     ) -> None:
         self._layout = layout
         self._pool = context.pool
-        self._format = context.kv_format
-        self._attention = context.attention
+        self._ops = context.ops
+        self._value_dim = context.value_dim
         self._group = context.group
-        self._select = context.select
         self._first_position = first_position
         self._new_rows = torch.empty(0)
         self._new_keys = torch.empty(0)
@@ -148,47 +142,39 @@ class PrefillKv:
 
     def write(self, layer: int, new: NewKv) -> None:
         """See KvStep. Collective."""
-        rows = self._format.encode_rows(new.latent)
+        rows = self._ops.encode_rows(new.latent)
         self._new_rows = self._layout.restore(rows, self._group)
         for rows_of in self._layout.chunks:
             self._pool.write_rows(layer, rows_of.kept_slots, self._new_rows[rows_of.kept_tokens])
         if new.index_key is None:
             return
-        keys = self._format.encode_keys(new.index_key)
+        keys = self._ops.encode_keys(new.index_key)
         self._new_keys = self._layout.restore(keys, self._group)
         for rows_of in self._layout.chunks:
             self._pool.write_keys(layer, rows_of.kept_slots, self._new_keys[rows_of.kept_tokens])
 
     def attend(self, layer: int, queries: Queries) -> torch.Tensor:
         """See KvStep. Collective."""
-        config = self._attention
         if queries.index_query is not None:
             self._chosen = [
                 self._choose(layer, rows_of, queries) for rows_of in self._layout.chunks
             ]
-        out = queries.query.new_zeros((*queries.query.shape[:2], config.kv_lora_rank))
+        out = queries.query.new_zeros((*queries.query.shape[:2], self._value_dim))
         for rows_of, chosen in zip(self._layout.chunks, self._chosen, strict=True):
             rows = self._context(rows_of, partial(self._pool.read_rows, layer), self._new_rows)
-            out[rows_of.local] = sparse_attention(
-                queries.query[rows_of.local],
-                self._format.decode_rows(rows),
-                chosen,
-                config.kv_lora_rank,
-                config.scale,
-            )
+            out[rows_of.local] = self._ops.attend(queries.query[rows_of.local], rows, chosen)
         return out
 
     def _choose(self, layer: int, rows_of: ChunkRows, queries: Queries) -> torch.Tensor:
         assert queries.index_query is not None and queries.index_weights is not None
         read = partial(self._pool.read_keys, layer)
         records = self._context(rows_of, read, self._new_keys)
-        return self._select(
-            self._format.round_query(queries.index_query[rows_of.local]),
+        return self._ops.choose(
+            queries.index_query[rows_of.local],
             queries.index_weights[rows_of.local],
-            self._format.decode_keys(records),
+            records,
             rows_of.positions,
             self._first_position,
-            self._attention.index_topk,
         )
 
     def _context(

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from shared import logs
 from shared.engine import compute_threads
+from shared.engine.attention_ops import CpuAttentionOps
 from shared.engine.comm import RankGroup
 from shared.engine.handoff.agent import require_nixl
 from shared.engine.handoff.exporter import KvExporter
@@ -84,7 +85,8 @@ def _load(settings: RankSettings, group: RankGroup) -> tuple[PrefillEngine, KvEx
         raise ConfigError(str(error)) from error
     weights = load_weights(settings.checkpoint, config, group, torch.float32)
     pool = BlockPool(config, kv_format, settings.num_blocks, settings.epoch)
-    context = KvContext(pool, kv_format, config.attention, sharding, group)
+    ops = CpuAttentionOps(kv_format, config.attention)
+    context = KvContext(pool, ops, config.attention.kv_lora_rank, sharding, group)
     engine = PrefillEngine(Transformer(config, weights, group), context)
     owner = f"{settings.owner}-{group.rank}"
     exporter = KvExporter(owner, pool.rows, pool.index_pages, pool.generations)

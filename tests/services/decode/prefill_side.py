@@ -17,6 +17,7 @@ from shared import block_hash, subjects
 from shared import farspan_pb2 as pb
 from shared.block_hash import token_bytes, token_ids
 from shared.bus import Bus
+from shared.engine.attention_ops import CpuAttentionOps
 from shared.engine.comm import RankGroup
 from shared.engine.handoff.exporter import KvExporter
 from shared.engine.handoff.layout_message import describe_layout
@@ -47,7 +48,8 @@ class Source:
         sharding = Sharding(1, 64)
         self.epoch = next(_epochs)
         self.pool = BlockPool(config, kv_format, NUM_BLOCKS, self.epoch)
-        context = KvContext(self.pool, kv_format, config.attention, sharding, group)
+        ops = CpuAttentionOps(kv_format, config.attention)
+        context = KvContext(self.pool, ops, config.attention.kv_lora_rank, sharding, group)
         self.engine = PrefillEngine(model, context)
         self.layout = describe_layout(CHECKPOINT, config, kv_format, sharding)
         self.exporter = KvExporter(

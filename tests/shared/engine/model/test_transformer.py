@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shared.engine.attention import select_positions
+from shared.engine.attention_ops import CpuAttentionOps
 from shared.engine.comm import RankGroup
 from shared.engine.kv.format import make_format
 from shared.engine.kv.layout import BLOCK_TOKENS, Sharding
@@ -192,7 +193,8 @@ def whole_text(
     num_blocks = -(-len(token_ids) // BLOCK_TOKENS)
     pool = BlockPool(CONFIG, kv_format, num_blocks, epoch=1)
     sharding = Sharding(1, BLOCK_TOKENS)
-    context = KvContext(pool, kv_format, CONFIG.attention, sharding, RankGroup(), select)
+    ops = CpuAttentionOps(kv_format, CONFIG.attention, select)
+    context = KvContext(pool, ops, CONFIG.attention.kv_lora_rank, sharding, RankGroup())
     chunk = Chunk("text", np.array(token_ids, np.uint32), 0, 0, tuple(range(num_blocks)))
     hidden = PrefillEngine(demo.model(), context).hidden(PrefillStep((chunk,)))
     layout = StepLayout([chunk], sharding, 0)
