@@ -27,6 +27,7 @@ from shared.engine.kv.host_tier import TieredSequence
 from shared.engine.kv.layout import BLOCK_TOKENS, Sharding
 from shared.engine.kv.pool import BlockPool
 from shared.engine.kv.residency import ResidencyMode
+from shared.engine.model.backend import CpuBackend
 from shared.engine.model.config import load_config
 from shared.engine.model.loading import load_weights
 from shared.engine.model.transformer import Transformer
@@ -56,7 +57,7 @@ class BareEngine:
         self._chunk_tokens = chunk_tokens
         self._num_blocks = -(-max_tokens // BLOCK_TOKENS)
         self._pool = BlockPool(config, made, self._num_blocks, epoch=1)
-        model = Transformer(config, load_weights(checkpoint, config, group, torch.float32), group)
+        model = Transformer(config, load_weights(checkpoint, config, group, CpuBackend()), group)
         ops, sharding = CpuAttentionOps(made, config.attention), Sharding(1, BLOCK_TOKENS)
         context = KvContext(self._pool, ops, config.attention.kv_lora_rank, sharding, group)
         self._prefill = PrefillEngine(model, context)

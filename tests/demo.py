@@ -17,6 +17,7 @@ from shared.engine.comm import RankGroup
 from shared.engine.kv.format import KvFormat, make_format
 from shared.engine.kv.layout import BLOCK_TOKENS, Sharding
 from shared.engine.kv.pool import BlockPool
+from shared.engine.model.backend import CpuBackend
 from shared.engine.model.config import load_config
 from shared.engine.model.loading import load_weights
 from shared.engine.model.transformer import Transformer
@@ -41,7 +42,7 @@ def threads(num_threads: int) -> Iterator[None]:
 def model() -> Transformer:
     """The demo model in fp32 on one rank."""
     config, group = load_config(CHECKPOINT), RankGroup()
-    return Transformer(config, load_weights(CHECKPOINT, config, group, torch.float32), group)
+    return Transformer(config, load_weights(CHECKPOINT, config, group, CpuBackend()), group)
 
 
 @cache

@@ -18,6 +18,7 @@ from shared.engine.kv.host_tier import HostTier, StepRange, TieredSequence
 from shared.engine.kv.layout import BLOCK_TOKENS
 from shared.engine.kv.residency import ResidencyMode, ResidencyPolicy, make_policy
 from shared.engine.kv.tier_pools import TierPools, TierShape
+from shared.engine.model.backend import CpuBackend
 from shared.engine.model.config import ModelConfig, load_config
 from shared.engine.model.loading import load_weights
 from shared.engine.model.transformer import StepRows, Transformer
@@ -129,7 +130,7 @@ def open_decode_engine(settings: DecodeEngineSettings) -> DecodeEngine:
     sizes = pool_sizes(settings, config, kv_format)
     group = RankGroup()
     model = Transformer(
-        config, load_weights(settings.checkpoint, config, group, torch.float32), group
+        config, load_weights(settings.checkpoint, config, group, CpuBackend()), group
     )
     policy = make_policy(
         settings.residency,

@@ -13,7 +13,6 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from shared import logs
@@ -26,6 +25,7 @@ from shared.engine.handoff.layout_message import describe_layout
 from shared.engine.kv.format import make_format
 from shared.engine.kv.layout import Sharding
 from shared.engine.kv.pool import BlockPool
+from shared.engine.model.backend import CpuBackend
 from shared.engine.model.config import load_config
 from shared.engine.model.loading import load_weights
 from shared.engine.model.transformer import Transformer
@@ -83,7 +83,7 @@ def _load(settings: RankSettings, group: RankGroup) -> tuple[PrefillEngine, KvEx
         sharding = Sharding(settings.num_ranks, settings.interleave)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    weights = load_weights(settings.checkpoint, config, group, torch.float32)
+    weights = load_weights(settings.checkpoint, config, group, CpuBackend())
     pool = BlockPool(config, kv_format, settings.num_blocks, settings.epoch)
     ops = CpuAttentionOps(kv_format, config.attention)
     context = KvContext(pool, ops, config.attention.kv_lora_rank, sharding, group)

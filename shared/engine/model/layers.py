@@ -5,26 +5,30 @@ Weights are plain tensors in frozen dataclasses. Rotary pairs are adjacent (inte
 place, as in FlashMLA's cache; transformers writes them as halves, with equal dot products.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from shared.engine.model.config import AttentionConfig
-from shared.engine.model.linear import Linear
 
 _KEY_NORM_EPS = 1e-6  # the indexer's LayerNorm, fixed in every implementation
 
+Product = Callable[[torch.Tensor], torch.Tensor]  # [n, in] -> [n, out]: rows @ weight.T
 
-def _project_heads(
-    rows: torch.Tensor,  # [n, heads, in]
-    heads: Sequence[Linear],  # in to out, each
-    out: torch.Tensor,  # [n, heads, out], written
-) -> None:
+
+class HeadProducts(Protocol):
     """Each head's product with its own matrix."""
-    for head, linear in enumerate(heads):
-        out[:, head] = linear(rows[:, head])
+
+    def __call__(
+        self,
+        rows: torch.Tensor,  # [n, heads, in]
+        out: torch.Tensor,  # [n, heads, out], written
+    ) -> None:
+        """Write the products."""
+        ...
 
 
 class Rope:
@@ -32,9 +36,9 @@ class Rope:
     frequency.
     """
 
-    def __init__(self, rope_dim: int, theta: float) -> None:
+    def __init__(self, rope_dim: int, theta: float, device: torch.device) -> None:
         steps = torch.arange(0, rope_dim, 2, dtype=torch.int64).float() / rope_dim
-        self._frequencies = 1.0 / theta**steps
+        self._frequencies = (1.0 / theta**steps).to(device)
 
     def angles(
         self,
@@ -46,38 +50,38 @@ class Rope:
 
 
 def rotate(
-    vectors: torch.Tensor,  # [n, ..., rope_dim] fp32
+    vectors: torch.Tensor,  # [n, ..., rope_dim]
     angles: torch.Tensor,  # [n, rope_dim / 2] complex64
-) -> torch.Tensor:
-    """Each adjacent pair turned by its angle."""
-    pairs = torch.view_as_complex(vectors.contiguous().unflatten(-1, (-1, 2)))
+) -> torch.Tensor:  # of the vectors' type
+    """Each adjacent pair turned by its angle, in fp32."""
+    pairs = torch.view_as_complex(vectors.float().contiguous().unflatten(-1, (-1, 2)))
     shape = (angles.shape[0], *(1,) * (vectors.ndim - 2), angles.shape[1])
-    return torch.view_as_real(pairs * angles.view(shape)).flatten(-2)
+    return torch.view_as_real(pairs * angles.view(shape)).flatten(-2).to(vectors.dtype)
 
 
 @dataclass(frozen=True)
 class IndexerWeights:
     """The lightning indexer of a layer that owns one."""
 
-    query: Linear  # q_lora_rank to heads * index_dim
-    key: Linear  # hidden to index_dim
+    query: Product  # q_lora_rank to heads * index_dim
+    key: Product  # hidden to index_dim
     key_norm: torch.Tensor  # [index_dim]
     key_norm_bias: torch.Tensor  # [index_dim]
-    head_weights: Linear  # hidden to heads
+    head_weights: Product  # hidden to heads
 
 
 @dataclass(frozen=True)
 class AttentionWeights:
     """Multi-head latent attention, key and value up-projections kept apart for absorption."""
 
-    q_a: Linear  # hidden to q_lora_rank
+    q_a: Product  # hidden to q_lora_rank
     q_a_norm: torch.Tensor  # [q_lora_rank]
-    q_b: Linear  # q_lora_rank to heads * (nope + rope)
-    kv_a: Linear  # hidden to kv_lora_rank + rope
+    q_b: Product  # q_lora_rank to heads * (nope + rope)
+    kv_a: Product  # hidden to kv_lora_rank + rope
     kv_a_norm: torch.Tensor  # [kv_lora_rank]
-    key_up: Sequence[Linear]  # of each head: nope to kv_lora_rank
-    value_up: Sequence[Linear]  # of each head: kv_lora_rank to value_dim
-    out: Linear  # heads * value_dim to hidden
+    key_up: HeadProducts  # of each head: nope to kv_lora_rank
+    value_up: HeadProducts  # of each head: kv_lora_rank to value_dim
+    out: Product  # heads * value_dim to hidden
     indexer: IndexerWeights | None
 
 
@@ -134,7 +138,7 @@ def project_queries(
     query = weights.q_b(query_latent).unflatten(1, (config.num_heads, -1))
     nope, rope = query[..., : config.nope_dim], query[..., config.nope_dim :]
     absorbed = query.new_empty((*query.shape[:2], config.kv_lora_rank + config.rope_dim))
-    _project_heads(nope, weights.key_up, absorbed[..., : config.kv_lora_rank])
+    weights.key_up(nope, absorbed[..., : config.kv_lora_rank])
     absorbed[..., config.kv_lora_rank :] = rotate(rope, angles)
     index_query, index_weights = None, None
     if weights.indexer is not None:
@@ -158,7 +162,7 @@ def merge_heads(
 ) -> torch.Tensor:  # [n, hidden]
     """Attention's output: each head's value up-projection, then the output projection."""
     values = attended.new_empty((*attended.shape[:2], config.value_dim))
-    _project_heads(attended, weights.value_up, values)
+    weights.value_up(attended, values)
     return weights.out(values.flatten(1))
 
 
@@ -175,8 +179,8 @@ def rms_norm(
 class MlpWeights:
     """A gated MLP; gate and up are one matrix so that they are one product."""
 
-    gate_up: Linear  # hidden to 2 * intermediate
-    down: Linear  # intermediate to hidden
+    gate_up: Product  # hidden to 2 * intermediate
+    down: Product  # intermediate to hidden
 
 
 def mlp(weights: MlpWeights, hidden: torch.Tensor) -> torch.Tensor:

@@ -5,36 +5,37 @@ from pathlib import Path
 import torch
 
 from shared.engine.comm import RankGroup
+from shared.engine.model.backend import Backend
 from shared.engine.model.config import ModelConfig
-from shared.engine.model.layers import AttentionWeights, IndexerWeights, MlpWeights
-from shared.engine.model.linear import Linear
+from shared.engine.model.layers import AttentionWeights, IndexerWeights, MlpWeights, Product
 from shared.engine.model.moe import MoeWeights, expert_range
 from shared.engine.model.transformer import LayerWeights, ModelWeights, MtpWeights
-from shared.engine.model.weights import Checkpoint
+from shared.engine.model.weights import Checkpoint, StoredWeight
 
 
 def load_weights(
-    directory: Path, config: ModelConfig, group: RankGroup, dtype: torch.dtype
+    directory: Path, config: ModelConfig, group: RankGroup, backend: Backend
 ) -> ModelWeights:
-    """The rank's parameters in `dtype`; of the routed experts only its own are read."""
+    """The rank's parameters; of the routed experts only its own are read."""
     with Checkpoint(directory) as checkpoint:
-        return _Loader(checkpoint, config, group, dtype).model()
+        return _Loader(checkpoint, config, group, backend).model()
 
 
 class _Loader:
     def __init__(
-        self, checkpoint: Checkpoint, config: ModelConfig, group: RankGroup, dtype: torch.dtype
+        self, checkpoint: Checkpoint, config: ModelConfig, group: RankGroup, backend: Backend
     ) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._group = group
-        self._dtype = dtype
+        self._backend = backend
 
     def _tensor(self, name: str, *shape: int) -> torch.Tensor:
-        return self._checkpoint.tensor(name, shape, self._dtype)
+        tensor = self._checkpoint.tensor(name, shape, self._backend.dtype)
+        return tensor.to(self._backend.device)
 
-    def _linear(self, name: str, *shape: int) -> Linear:
-        return Linear(self._tensor(name, *shape))
+    def _linear(self, name: str, *shape: int) -> Product:
+        return self._backend.linear(self._checkpoint.stored(name, shape))
 
     def model(self) -> ModelWeights:
         config = self._config
@@ -88,8 +89,8 @@ class _Loader:
             q_b=self._linear(prefix + "q_b_proj.weight", heads * query_dim, attention.q_lora_rank),
             kv_a=self._linear(prefix + "kv_a_proj_with_mqa.weight", attention.latent_dim, width),
             kv_a_norm=self._tensor(prefix + "kv_a_layernorm.weight", rank),
-            key_up=[Linear(head.T.contiguous()) for head in key_up],
-            value_up=[Linear(head.contiguous()) for head in value_up],
+            key_up=self._backend.heads(key_up.transpose(1, 2)),
+            value_up=self._backend.heads(value_up),
             out=self._linear(prefix + "o_proj.weight", width, heads * attention.value_dim),
             indexer=self._indexer(prefix + "indexer.") if owns_indexer else None,
         )
@@ -106,18 +107,21 @@ class _Loader:
         )
 
     def _mlp(self, prefix: str, intermediate: int) -> MlpWeights:
-        width = self._config.hidden_size
-        gate = self._tensor(prefix + "gate_proj.weight", intermediate, width)
-        up = self._tensor(prefix + "up_proj.weight", intermediate, width)
-        return MlpWeights(
-            gate_up=Linear(torch.cat((gate, up))),
-            down=self._linear(prefix + "down_proj.weight", width, intermediate),
+        return self._backend.mlp(*self._gated(prefix, intermediate))
+
+    def _gated(
+        self, prefix: str, intermediate: int
+    ) -> tuple[StoredWeight, StoredWeight, StoredWeight]:
+        """Gate, up and down of a gated MLP."""
+        width, stored = self._config.hidden_size, self._checkpoint.stored
+        return (
+            stored(prefix + "gate_proj.weight", (intermediate, width)),
+            stored(prefix + "up_proj.weight", (intermediate, width)),
+            stored(prefix + "down_proj.weight", (width, intermediate)),
         )
 
     def _moe(self, prefix: str) -> MoeWeights:
         moe, width = self._config.moe, self._config.hidden_size
-        # The router stays fp32 whatever the compute type: a rounded score changes the choice of
-        # experts.
         router = self._checkpoint.tensor(
             prefix + "gate.weight", (moe.num_experts, width), torch.float32
         )
@@ -125,12 +129,14 @@ class _Loader:
             prefix + "gate.e_score_correction_bias", (moe.num_experts,), torch.float32
         )
         return MoeWeights(
-            router=Linear(router),
-            correction_bias=bias,
-            experts={
-                expert: self._mlp(f"{prefix}experts.{expert}.", moe.intermediate_size)
-                for expert in expert_range(moe.num_experts, self._group)
-            },
+            router=self._backend.router(router),
+            correction_bias=bias.to(self._backend.device),
+            experts=self._backend.experts(
+                {
+                    expert: self._gated(f"{prefix}experts.{expert}.", moe.intermediate_size)
+                    for expert in expert_range(moe.num_experts, self._group)
+                }
+            ),
             shared_expert=self._mlp(
                 prefix + "shared_experts.", moe.intermediate_size * moe.num_shared_experts
             ),

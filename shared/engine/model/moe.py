@@ -5,29 +5,41 @@ choice) and are added in the order of the choices, so the sum has the same bits 
 ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from shared.engine.comm import RankGroup
 from shared.engine.model.config import MoeConfig
-from shared.engine.model.layers import MlpWeights, mlp
-from shared.engine.model.linear import Linear
+from shared.engine.model.layers import MlpWeights, Product, mlp
 from shared.engine.tiles import by_rows, padded, spread
 
 # Rows of scores that fill whole vectors: torch computes what is left over with another exp.
 _VECTOR_ROWS = 4
 
 
+class Experts(Protocol):
+    """This rank's experts."""
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,  # [n, hidden]
+        choice: torch.Tensor,  # [n, k] int64 expert ids, -1 = none
+    ) -> torch.Tensor:  # [n, k, hidden]; zero where another rank holds the expert
+        """Each chosen expert's output."""
+        ...
+
+
 @dataclass(frozen=True)
 class MoeWeights:
     """Router, this rank's experts, and the shared expert every rank holds."""
 
-    router: Linear  # hidden to num_experts, fp32
+    router: Product  # hidden to num_experts, fp32
     correction_bias: torch.Tensor  # [num_experts] fp32, chooses but does not weigh
-    experts: dict[int, MlpWeights]  # this rank's, by expert id
+    experts: Experts  # this rank's
     shared_expert: MlpWeights
 
 
@@ -61,7 +73,7 @@ def moe(
 ) -> torch.Tensor:  # [n, hidden]
     """Routed experts plus the shared expert. Collective over the group."""
     choice, gates = by_rows(partial(route, weights, config), hidden)
-    contributions = _expert_outputs(weights, hidden[:num_replicated], choice[:num_replicated])
+    contributions = weights.experts(hidden[:num_replicated], choice[:num_replicated])
     group.sum_to_all(contributions)
     if padded_len:
         own = _dispatch(
@@ -88,22 +100,25 @@ def _dispatch(
     # Padding rows are routed nowhere: id -1 matches no expert.
     padded_choice = choice.new_full((padded_len, choice.shape[1]), -1)
     padded_choice[:own] = choice
-    outputs = _expert_outputs(weights, group.all_gather(padded), group.all_gather(padded_choice))
+    outputs = weights.experts(group.all_gather(padded), group.all_gather(padded_choice))
     return group.sum_to_owner(outputs)[:own]
 
 
-def _expert_outputs(
-    weights: MoeWeights,
-    hidden: torch.Tensor,  # [n, hidden]
-    choice: torch.Tensor,  # [n, k]
-) -> torch.Tensor:  # [n, k, hidden]; zero where another rank holds the expert
-    outputs = hidden.new_zeros((*choice.shape, hidden.shape[1]))
-    chosen = set(choice.flatten().tolist())
+class LocalExperts:
+    """Experts one by one, shared out over the compute threads."""
 
-    def compute(experts: Sequence[int]) -> None:
-        for expert in experts:
-            token, slot = torch.where(choice == expert)
-            outputs[token, slot] = mlp(weights.experts[expert], hidden[token])
+    def __init__(self, by_id: Mapping[int, MlpWeights]) -> None:
+        self.by_id = by_id
 
-    spread(compute, sorted(chosen & weights.experts.keys()))
-    return outputs
+    def __call__(self, hidden: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        """See Experts."""
+        outputs = hidden.new_zeros((*choice.shape, hidden.shape[1]))
+        chosen = set(choice.flatten().tolist())
+
+        def compute(experts: Sequence[int]) -> None:
+            for expert in experts:
+                token, slot = torch.where(choice == expert)
+                outputs[token, slot] = mlp(self.by_id[expert], hidden[token])
+
+        spread(compute, sorted(chosen & self.by_id.keys()))
+        return outputs

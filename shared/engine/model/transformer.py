@@ -16,6 +16,7 @@ from shared.engine.model.layers import (
     AttentionWeights,
     MlpWeights,
     NewKv,
+    Product,
     Queries,
     Rope,
     merge_heads,
@@ -24,7 +25,6 @@ from shared.engine.model.layers import (
     project_queries,
     rms_norm,
 )
-from shared.engine.model.linear import Linear
 from shared.engine.model.moe import MoeWeights, moe
 from shared.engine.tiles import by_rows
 
@@ -47,7 +47,7 @@ class MtpWeights:
 
     embedding_norm: torch.Tensor  # [hidden]
     hidden_norm: torch.Tensor  # [hidden]
-    projection: Linear  # 2 * hidden, embedding first, to hidden
+    projection: Product  # 2 * hidden, embedding first, to hidden
     layer: LayerWeights
     final_norm: torch.Tensor  # [hidden]
 
@@ -59,7 +59,7 @@ class ModelWeights:
     embedding: torch.Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor  # [hidden]
-    head: Linear  # hidden to vocab
+    head: Product  # hidden to vocab
     mtp: MtpWeights
 
 
@@ -91,7 +91,7 @@ class Transformer:
         self.config = config
         self.weights = weights
         self._group = group
-        self._rope = Rope(config.attention.rope_dim, config.rope_theta)
+        self._rope = Rope(config.attention.rope_dim, config.rope_theta, weights.embedding.device)
 
     def forward(
         self,

@@ -7,6 +7,7 @@ module that does not exist.
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -17,6 +18,20 @@ from shared.errors import ConfigError
 
 _SCALE_SUFFIX = "_scale_inv"
 _FP8_BLOCK = 128  # rows and columns that share one scale
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A matrix as the file holds it."""
+
+    values: torch.Tensor  # [out, in] bf16 or fp32, or float8_e4m3fn with scales
+    scale_inv: torch.Tensor | None = None  # [ceil(out / 128), ceil(in / 128)] fp32
+
+    def dense(self) -> torch.Tensor:  # [out, in]
+        """The matrix itself, in fp32 if it was quantised."""
+        if self.scale_inv is None:
+            return self.values
+        return dequantise_blocks(self.values, self.scale_inv)
 
 
 class Checkpoint:
@@ -47,16 +62,20 @@ class Checkpoint:
         shape: tuple[int, ...],
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """The tensor `name`, dequantised where it is block-FP8.
+        """The tensor `name`, dequantised where it is block-FP8. Raises what `stored` raises."""
+        return self.stored(name, shape).dense().to(dtype)
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
+        """The tensor `name` as it is.
 
         Raises ConfigError when it is missing, has another shape, or is FP8 without scales.
         """
-        stored = self._read(name)
-        if tuple(stored.shape) != shape:
-            raise ConfigError(f"{name} has shape {tuple(stored.shape)}, the config wants {shape}")
-        if stored.dtype != torch.float8_e4m3fn:
-            return stored.to(dtype)
-        return dequantise_blocks(stored, self._scales(name, shape)).to(dtype)
+        values = self._read(name)
+        if tuple(values.shape) != shape:
+            raise ConfigError(f"{name} has shape {tuple(values.shape)}, the config wants {shape}")
+        if values.dtype != torch.float8_e4m3fn:
+            return StoredWeight(values)
+        return StoredWeight(values, self._scales(name, shape))
 
     def _scales(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name + _SCALE_SUFFIX not in self:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from shared import block_hash, subjects
 from shared import farspan_pb2 as pb
@@ -24,6 +23,7 @@ from shared.engine.handoff.layout_message import describe_layout
 from shared.engine.kv.format import make_format
 from shared.engine.kv.layout import Sharding
 from shared.engine.kv.pool import BlockPool
+from shared.engine.model.backend import CpuBackend
 from shared.engine.model.config import load_config
 from shared.engine.model.loading import load_weights
 from shared.engine.model.transformer import Transformer
@@ -44,7 +44,7 @@ class Source:
     def __init__(self) -> None:
         config, group = load_config(CHECKPOINT), RankGroup()
         kv_format = make_format(KV_FORMAT, config.attention)
-        model = Transformer(config, load_weights(CHECKPOINT, config, group, torch.float32), group)
+        model = Transformer(config, load_weights(CHECKPOINT, config, group, CpuBackend()), group)
         sharding = Sharding(1, 64)
         self.epoch = next(_epochs)
         self.pool = BlockPool(config, kv_format, NUM_BLOCKS, self.epoch)

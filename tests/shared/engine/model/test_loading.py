@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shared.engine.comm import RankGroup
+from shared.engine.model.backend import CpuBackend
 from shared.engine.model.config import load_config
 from shared.engine.model.loading import load_weights
 from shared.engine.model.moe import MoeWeights, expert_range
@@ -59,11 +60,11 @@ def test_a_rank_needs_no_other_ranks_experts(by_expert: Path, tmp_path: Path, si
         place.mkdir()
         directory = only_experts(by_expert, place, experts)
 
-        weights = load_weights(directory, CONFIG, group, torch.float32)
+        weights = load_weights(directory, CONFIG, group, CpuBackend())
 
         for layer in (*weights.layers, weights.mtp.layer):
             if isinstance(layer.feed_forward, MoeWeights):
-                assert list(layer.feed_forward.experts) == list(experts)
+                assert list(layer.feed_forward.experts.by_id) == list(experts)
 
 
 def test_a_rank_without_its_expert_says_so(by_expert: Path, tmp_path: Path) -> None:
@@ -71,23 +72,25 @@ def test_a_rank_without_its_expert_says_so(by_expert: Path, tmp_path: Path) -> N
     directory = only_experts(by_expert, tmp_path, range(3))
 
     with pytest.raises(ConfigError, match=r"experts\.3\..*expert-3"):
-        load_weights(directory, CONFIG, RankGroup(0, 2), torch.float32)
+        load_weights(directory, CONFIG, RankGroup(0, 2), CpuBackend())
 
 
 def test_the_sharded_copy_is_the_same_model(by_expert: Path) -> None:
     """Names decide, not files."""
-    ours = load_weights(by_expert, CONFIG, RankGroup(), torch.float32)
+    ours = load_weights(by_expert, CONFIG, RankGroup(), CpuBackend())
 
     theirs = demo.model().weights
     assert torch.equal(ours.head.weight, theirs.head.weight)
     last, expected = ours.mtp.layer.feed_forward, theirs.mtp.layer.feed_forward
     assert isinstance(last, MoeWeights) and isinstance(expected, MoeWeights)
-    assert torch.equal(last.experts[7].gate_up.weight, expected.experts[7].gate_up.weight)
+    assert torch.equal(
+        last.experts.by_id[7].gate_up.weight, expected.experts.by_id[7].gate_up.weight
+    )
 
 
 def test_the_router_stays_fp32(by_expert: Path) -> None:
     """A rounded score changes the choice of experts, whatever type the rest computes in."""
-    weights = load_weights(by_expert, CONFIG, RankGroup(), torch.bfloat16)
+    weights = load_weights(by_expert, CONFIG, RankGroup(), CpuBackend(torch.bfloat16))
 
     assert weights.head.weight.dtype == torch.bfloat16
     moe = weights.layers[1].feed_forward

@@ -10,7 +10,7 @@ from shared.engine.comm import RankGroup
 from shared.engine.model.config import MoeConfig
 from shared.engine.model.layers import MlpWeights, mlp
 from shared.engine.model.linear import Linear
-from shared.engine.model.moe import MoeWeights, expert_range, moe, route
+from shared.engine.model.moe import LocalExperts, MoeWeights, expert_range, moe, route
 
 WIDTH, INNER = 16, 8
 CONFIG = MoeConfig(
@@ -34,7 +34,9 @@ def random_weights(seed: int = 0) -> MoeWeights:
     return MoeWeights(
         router=Linear(torch.randn((CONFIG.num_experts, WIDTH), generator=generator)),
         correction_bias=torch.randn(CONFIG.num_experts, generator=generator),
-        experts={expert: random_mlp(generator) for expert in range(CONFIG.num_experts)},
+        experts=LocalExperts(
+            {expert: random_mlp(generator) for expert in range(CONFIG.num_experts)}
+        ),
         shared_expert=random_mlp(generator),
     )
 
@@ -67,7 +69,9 @@ class Ranks(RankGroup):
 
 def of_rank(weights: MoeWeights, group: RankGroup) -> MoeWeights:
     own = expert_range(CONFIG.num_experts, group)
-    return replace(weights, experts={expert: weights.experts[expert] for expert in own})
+    return replace(
+        weights, experts=LocalExperts({expert: weights.experts.by_id[expert] for expert in own})
+    )
 
 
 def test_the_bias_chooses_but_does_not_weigh() -> None:
@@ -104,7 +108,7 @@ def test_one_rank_computes_the_definition() -> None:
         alone = hidden[row : row + 1]
         expected = mlp(weights.shared_expert, alone)
         for expert, gate in zip(choice[row].tolist(), gates[row], strict=True):
-            expected = expected + gate * mlp(weights.experts[expert], alone)
+            expected = expected + gate * mlp(weights.experts.by_id[expert], alone)
         torch.testing.assert_close(out[row : row + 1], expected, atol=1e-4, rtol=1e-4)
 
 
