@@ -45,7 +45,8 @@ class PrefillEngine:
     def hidden(self, step: PrefillStep) -> torch.Tensor:  # [step tokens, hidden]
         """Write the step's KV in all layers, the MTP layer included; the target's hidden states."""
         torch_alone()
-        layout = StepLayout(step.chunks, self._context.sharding, self._group.rank)
+        device = self._context.pool.rows.device
+        layout = StepLayout(step.chunks, self._context.sharding, self._group.rank, device)
         own_ids = layout.token_ids[layout.local_tokens]
         local = self._model.forward(own_ids, layout.rows(0), self._kv(layout, 0))
         hidden = layout.restore(local, self._group)
@@ -71,16 +72,16 @@ class PrefillEngine:
             return {}
         rows = hidden[[row for _, row in last]]
         samplings = [chunk.sampling for chunk, _ in last if chunk.sampling is not None]
-        token_ids = sample(self._model.logits(rows), samplings)
+        token_ids = sample(self._model.logits(rows).cpu(), samplings)
         return {
-            chunk.request_id: Sampled(token_id, row.float().numpy().tobytes())
-            for (chunk, _), token_id, row in zip(last, token_ids, rows, strict=True)
+            chunk.request_id: Sampled(token_id, row.numpy().tobytes())
+            for (chunk, _), token_id, row in zip(last, token_ids, rows.float().cpu(), strict=True)
         }
 
     def _check_plan(self, step: PrefillStep) -> None:
         if self._group.size == 1:
             return
         digest = torch.frombuffer(bytearray(step.digest()), dtype=torch.uint8).unsqueeze(0)
-        digests = self._group.all_gather(digest)
+        digests = self._group.all_gather(digest.to(self._context.pool.rows.device))
         if not bool((digests == digests[0]).all()):
             raise PlanMismatch("ranks disagree on the step to run")

@@ -20,6 +20,8 @@ from shared.engine.model.layers import NewKv, Queries
 from shared.engine.model.transformer import StepRows
 from shared.engine.step import Chunk
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class ChunkRows:
@@ -39,21 +41,29 @@ class ChunkRows:
 class StepLayout:
     """A step's row bookkeeping on one rank, derived from lengths and block ids alone."""
 
-    def __init__(self, chunks: Sequence[Chunk], sharding: Sharding, rank: int) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        sharding: Sharding,
+        rank: int,
+        device: torch.device = _CPU,
+    ) -> None:
+        place = _Place(sharding, rank, device)
         self.plan: QueryPlan = plan_queries([len(c.token_ids) for c in chunks], sharding.size)
         local_tokens = self.plan.local_tokens[rank]
-        self.local_tokens = torch.from_numpy(local_tokens)
+        self.local_tokens = place.tensor(local_tokens)
         self.chunks: list[ChunkRows] = []
         begin = 0
         for chunk in chunks:
-            self.chunks.append(_chunk_rows(chunk, begin, local_tokens, sharding, rank))
+            self.chunks.append(_chunk_rows(chunk, begin, local_tokens, place))
             begin += len(chunk.token_ids)
-        self.positions = torch.from_numpy(
+        self.positions = place.tensor(
             np.concatenate([np.arange(c.first, c.end, dtype=np.int64) for c in chunks])
         )
-        self.token_ids = torch.from_numpy(
+        self.token_ids = place.tensor(
             np.concatenate([c.token_ids.astype(np.int64) for c in chunks])
         )
+        self._restore = place.tensor(self.plan.restore)
 
     def rows(self, position_offset: int) -> StepRows:
         """The rank's rows, rotary positions shifted by `position_offset` and floored at 0."""
@@ -73,21 +83,28 @@ class StepLayout:
         padded = local.new_zeros((plan.padded_len, *local.shape[1:]))
         padded[: own.shape[0]] = own
         joined = torch.cat((local[: plan.num_replicated], group.all_gather(padded)))
-        return joined[torch.from_numpy(plan.restore)]
+        return joined[self._restore]
 
 
-def _chunk_rows(
-    chunk: Chunk,
-    begin: int,
-    local_tokens: IntArray,
-    sharding: Sharding,
-    rank: int,
-) -> ChunkRows:
+@dataclass(frozen=True)
+class _Place:
+    """Which rank it is, and where its tensors lie."""
+
+    sharding: Sharding
+    rank: int
+    device: torch.device
+
+    def tensor(self, numbers: IntArray) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(self.device)
+
+
+def _chunk_rows(chunk: Chunk, begin: int, local_tokens: IntArray, place: _Place) -> ChunkRows:
+    sharding = place.sharding
     end = begin + len(chunk.token_ids)
     own = np.flatnonzero((local_tokens >= begin) & (local_tokens < end))
     local = slice(int(own[0]), int(own[-1]) + 1) if len(own) else slice(0, 0)
     new = np.arange(chunk.num_cached, chunk.end, dtype=np.int64)
-    kept = new[sharding.owner(new) == rank]
+    kept = new[sharding.owner(new) == place.rank]
     row = sharding.local_row(kept)
     blocks = np.asarray(chunk.block_ids, np.int64)
     num_cached_blocks = -(-chunk.num_cached // sharding.effective_block_tokens)
@@ -96,16 +113,12 @@ def _chunk_rows(
         chunk=chunk,
         step_tokens=slice(begin, end),
         local=local,
-        positions=torch.from_numpy(local_tokens[local] - begin + chunk.first),
-        kept_tokens=torch.from_numpy(kept - chunk.first + begin),
-        kept_slots=torch.from_numpy(
-            blocks[row // BLOCK_TOKENS] * BLOCK_TOKENS + row % BLOCK_TOKENS
-        ),
-        blocks=torch.from_numpy(blocks[: -(-chunk.end // sharding.effective_block_tokens)]),
+        positions=place.tensor(local_tokens[local] - begin + chunk.first),
+        kept_tokens=place.tensor(kept - chunk.first + begin),
+        kept_slots=place.tensor(blocks[row // BLOCK_TOKENS] * BLOCK_TOKENS + row % BLOCK_TOKENS),
+        blocks=place.tensor(blocks[: -(-chunk.end // sharding.effective_block_tokens)]),
         num_cached_blocks=num_cached_blocks,
-        cached_order=torch.from_numpy(
-            sharding.gathered_row(cached, num_cached_blocks * BLOCK_TOKENS)
-        ),
+        cached_order=place.tensor(sharding.gathered_row(cached, num_cached_blocks * BLOCK_TOKENS)),
     )
 
 

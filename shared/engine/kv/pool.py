@@ -14,22 +14,34 @@ from shared.engine.kv.layout import BLOCK_TOKENS
 from shared.engine.model.config import ModelConfig
 from shared.engine.step import BlockCopy
 
+_CPU = torch.device("cpu")
+
 
 class BlockPool:
     """Pages of one rank; written by its step thread only."""
 
     def __init__(
-        self, config: ModelConfig, kv_format: KvFormat, num_blocks: int, epoch: int
+        self,
+        config: ModelConfig,
+        kv_format: KvFormat,
+        num_blocks: int,
+        epoch: int,
+        *,
+        device: torch.device = _CPU,
     ) -> None:
         self._geometry = page_geometry(kv_format)
         self._index_ordinal = {layer: i for i, layer in enumerate(config.index_layers)}
         self.rows = torch.zeros(
             (num_blocks, config.num_kv_layers, BLOCK_TOKENS, kv_format.row_bytes),
             dtype=torch.uint8,
+            device=device,
         )
         self.index_pages = torch.zeros(
-            (num_blocks, len(config.index_layers), self._geometry.page_bytes), dtype=torch.uint8
+            (num_blocks, len(config.index_layers), self._geometry.page_bytes),
+            dtype=torch.uint8,
+            device=device,
         )
+        # On the host wherever the rows lie: it is a word a block, written between steps.
         self.generations = torch.zeros(1 + num_blocks, dtype=torch.int64)
         self.generations[0] = epoch
 

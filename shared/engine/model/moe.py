@@ -81,7 +81,7 @@ def moe(
         )
         contributions = torch.cat((contributions, own))
     routed = (contributions * gates.unsqueeze(-1)).sum(1)
-    return routed + by_rows(partial(mlp, weights.shared_expert), hidden)
+    return routed.to(hidden.dtype) + by_rows(partial(mlp, weights.shared_expert), hidden)
 
 
 def _dispatch(
