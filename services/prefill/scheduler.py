@@ -23,11 +23,17 @@ class Prompt:
     request_id: str
     num_tokens: int
     num_done: int  # cached or computed; a multiple of 64 until the prompt is complete
+    lent: int | None = None  # the length of the shortest prompt that waits for this one's blocks
 
     @property
     def remaining(self) -> int:
         """Tokens to compute."""
         return self.num_tokens - self.num_done
+
+    @property
+    def urgency(self) -> int:
+        """Lower is sooner: who waits for a prompt must not wait behind others for it."""
+        return self.remaining if self.lent is None else min(self.remaining, self.lent)
 
 
 @dataclass(frozen=True)
@@ -105,30 +111,39 @@ class PrefillScheduler:
         self._queue.enqueue(request_id, {"blocks": num_blocks})
         self._num_tokens[request_id] = num_tokens
 
-    def admit(self, allocate: Callable[[str], int | None]) -> list[str]:
+    def admit(
+        self,
+        allocate: Callable[[str], int | None],
+        leader: Callable[[str], str | None] = lambda _: None,
+    ) -> list[str]:
         """Start prompts whose blocks are there.
 
         `allocate` takes a prompt's blocks and returns its hit tokens, or None if it cannot now.
+        `leader` names the prompt that is computing what this one needs next: it waits for that.
         """
-        hits: dict[str, int] = {}
+        for prompt in self._active.values():
+            prompt.lent = None
 
         def reserve(request_id: str) -> bool:
             hit = allocate(request_id)
             if hit is not None:
-                hits[request_id] = hit
+                num_tokens = self._num_tokens[request_id]
+                self._active[request_id] = Prompt(request_id, num_tokens, hit)
             return hit is not None
 
-        admitted = self._queue.admit(reserve)
-        for request_id in admitted:
-            prompt = Prompt(request_id, self._num_tokens[request_id], hits[request_id])
-            self._active[request_id] = prompt
-        return admitted
+        def is_held(request_id: str) -> bool:
+            leads = self._active.get(leader(request_id) or "")
+            if leads is not None:
+                leads.lent = min(self._num_tokens[request_id], leads.lent or leads.num_tokens)
+            return leads is not None
+
+        return self._queue.admit(reserve, is_held)
 
     def next_step(self) -> list[PlannedChunk]:
         """The next step's chunks; empty when nothing waits for computation."""
         prompts: Iterable[Prompt] = self._active.values()
         if self._num_steps % AGE_EVERY != AGE_EVERY - 1:
-            prompts = sorted(prompts, key=lambda prompt: prompt.remaining)
+            prompts = sorted(prompts, key=lambda prompt: prompt.urgency)
         return plan_chunks(prompts, self._chunk_tokens)
 
     def computed(self, chunks: Sequence[PlannedChunk]) -> list[str]:

@@ -49,6 +49,7 @@ class Work:
     )
     progress: Progress = field(default_factory=Progress)
     allocation: Allocation | None = None  # the step loop's
+    awaited: BlockHash | None = None  # the step loop's: another prompt was computing this block
 
     def admit(self, allocation: Allocation) -> None:
         """It has its blocks."""

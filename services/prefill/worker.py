@@ -1,12 +1,15 @@
 """The step loop: admit, choose chunks, run them on all ranks, tell what is done.
 
+A prompt whose next block another one is computing waits for it: requests that come together with
+one prefix compute it once.
+
 Owns blocks, queue and journal; all of it on the event loop, which the ranks' computing never
 blocks. Knows nothing of gateways and decode workers.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +18,7 @@ from services.prefill.throughput import Throughput
 from services.prefill.work import Work
 from shared import farspan_pb2 as pb
 from shared import subjects, telemetry
+from shared.block_hash import BLOCK_TOKENS, BlockHash
 from shared.block_journal import BlockJournal
 from shared.bus import Bus
 from shared.engine.kv.allocator import Allocation, BlockAllocator, Cleared, Removed, Stored
@@ -60,6 +64,7 @@ class Worker:
         )
         self._throughput = Throughput()
         self._works: dict[str, Work] = {}
+        self._computing: dict[BlockHash, Work] = {}  # who will publish a block first
         self._handed_out: list[tuple[int, int]] = []  # (block id, generation) since the last step
         self._wake = asyncio.Event()
 
@@ -77,6 +82,7 @@ class Worker:
         if self._works.get(work.request_id) is not work:
             return
         del self._works[work.request_id]
+        self._stop_computing(work, work.hashes)
         self._scheduler.release(work.request_id)
         if work.allocation is not None:
             self._allocator.free(work.allocation)
@@ -100,7 +106,7 @@ class Worker:
         """For ever; raises what the ranks raise."""
         while True:
             self._wake.clear()
-            self._scheduler.admit(self._allocate)
+            self._scheduler.admit(self._allocate, self._leader)
             await self._publish_events()
             parts = self._plan()
             if parts:
@@ -113,11 +119,29 @@ class Worker:
         allocation = self._allocator.allocate(work.num_tokens, work.hashes)
         if allocation is None:
             return None
+        for block_hash in work.hashes[allocation.hit_tokens // BLOCK_TOKENS :]:
+            self._computing.setdefault(block_hash, work)
         new_generations = allocation.generations[allocation.num_shared_blocks :]
         self._handed_out += zip(allocation.new_block_ids, new_generations, strict=True)
         work.progress.note(allocation.num_shared_blocks * self._allocator.block_tokens)
         work.admit(allocation)
         return allocation.hit_tokens
+
+    def _leader(self, request_id: str) -> str | None:
+        """Who is computing the first block of this prompt that is not there yet."""
+        work = self._works[request_id]
+        if work.awaited not in self._computing:  # asked anew at every step: mostly this is enough
+            num_hit = self._allocator.hit_tokens(work.num_tokens, work.hashes) // BLOCK_TOKENS
+            # Of the last block at least one token is computed in any case.
+            is_usable = num_hit < (work.num_tokens - 1) // BLOCK_TOKENS
+            work.awaited = work.hashes[num_hit] if is_usable else None
+        leader = None if work.awaited is None else self._computing.get(work.awaited)
+        return None if leader is None else leader.request_id
+
+    def _stop_computing(self, work: Work, block_hashes: Iterable[BlockHash]) -> None:
+        for block_hash in block_hashes:
+            if self._computing.get(block_hash) is work:
+                del self._computing[block_hash]
 
     def _plan(self) -> list[_Part]:
         parts = []
@@ -164,6 +188,8 @@ class Worker:
         live = [part for part in parts if self._works.get(part.work.request_id) is part.work]
         for part in live:
             self._allocator.publish(part.allocation, part.planned.end)
+            first, end = part.planned.first // BLOCK_TOKENS, part.planned.end // BLOCK_TOKENS
+            self._stop_computing(part.work, part.work.hashes[first:end])
         complete = self._scheduler.computed([part.planned for part in live])
         for request_id in complete:
             self._works[request_id].finish(result.sampled[request_id])

@@ -54,11 +54,18 @@ class AdmissionQueue:
                 raise TooLong(f"the request needs {needed} {name}, there are {self._totals[name]}")
         self._waiting[request_id] = _Waiting(demand)
 
-    def admit(self, reserve: Callable[[str], bool]) -> list[str]:
-        """Start what fits, in order. `reserve` takes the real room; False means not now."""
+    def admit(
+        self, reserve: Callable[[str], bool], is_held: Callable[[str], bool] = lambda _: False
+    ) -> list[str]:
+        """Start what fits, in order. `reserve` takes the real room; False means not now.
+
+        What is held waits for something else than room, so nobody overtakes it.
+        """
         admitted = []
         passed: list[_Waiting] = []
         for request_id, waiting in list(self._waiting.items()):
+            if is_held(request_id):
+                continue
             if any(earlier.num_overtaken >= self._max_overtakes for earlier in passed):
                 break
             if not self._fits(waiting.demand) or not reserve(request_id):

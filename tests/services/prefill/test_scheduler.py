@@ -180,6 +180,28 @@ def test_a_prompt_that_gets_no_blocks_now_waits() -> None:
     assert scheduler.num_active == 1
 
 
+def test_a_prompt_waits_for_who_computes_its_beginning_and_hurries_it() -> None:
+    """Else each request of a burst would compute the common prefix, or wait behind strangers."""
+    scheduler = make_scheduler(chunk_tokens=128)
+    submit(scheduler, "long", 10_000)
+    submit(scheduler, "other", 700)
+    scheduler.enqueue("follower", 640)
+
+    assert scheduler.admit(cold, {"follower": "long"}.get) == []
+    assert scheduler.next_step() == [PlannedChunk("long", 0, 128)]
+    assert scheduler.admit(lambda _: 128) == ["follower"], "nobody leads it any more"
+    assert [chunk.request_id for chunk in scheduler.next_step()] == ["follower"]
+
+
+def test_a_leader_that_has_left_leads_nobody() -> None:
+    scheduler = make_scheduler()
+    submit(scheduler, "gone", 1000)
+    scheduler.release("gone")
+    scheduler.enqueue("follower", 640)
+
+    assert scheduler.admit(cold, lambda _: "gone") == ["follower"]
+
+
 def test_impossible_and_repeated_prompts_are_refused() -> None:
     """At the door, by name."""
     scheduler = make_scheduler(num_blocks=2)

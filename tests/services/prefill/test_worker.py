@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 
 import numpy as np
+import pytest
 import pytest_asyncio
 
 from services.prefill.work import Work
@@ -23,7 +24,7 @@ _epochs = itertools.count(1)
 class Loop:
     """A worker whose steps are seen, and made one by one."""
 
-    def __init__(self, link: bus.Bus, ranks: int, num_blocks: int = 16) -> None:
+    def __init__(self, link: bus.Bus, ranks: int, num_blocks: int) -> None:
         self.engine = FakeEngine()
         self.ref = pb.WorkerRef(worker_id="w", epoch=next(_epochs))
         self.allocator = BlockAllocator(num_blocks, ranks=ranks)
@@ -52,9 +53,9 @@ class Loop:
         return self.engine.steps
 
 
-async def _loop(nats_url: str, ranks: int) -> AsyncIterator[Loop]:
+async def _loop(nats_url: str, ranks: int, num_blocks: int = 16) -> AsyncIterator[Loop]:
     async with bus.connect(nats_url, "test") as link:
-        made = Loop(link, ranks)
+        made = Loop(link, ranks, num_blocks)
         async with link.listen(subjects.BLOCK_EVENTS, made.on_events):
             running = asyncio.create_task(made.worker.run())
             yield made
@@ -117,6 +118,45 @@ async def test_a_prefix_is_computed_once(loop: Loop) -> None:
     await until(lambda: len(loop.events) >= 2)
     stored = b"".join(event.stored.block_hashes for event in loop.events)
     assert stored == block_hash.pack(block_hash.block_hashes(ROOT, list(range(256))))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+async def test_a_burst_with_one_prefix_computes_it_once(nats_url: str, num_ranks: int) -> None:
+    """Requests that came together each computed it once more behind its first chunk (C8)."""
+    async for loop in _loop(nats_url, ranks=num_ranks, num_blocks=32):
+        works = [
+            loop.work(name, [*range(256), *range(1000 * number, 1000 * number + 50)])
+            for number, name in enumerate("abcd", start=1)
+        ]
+        stranger = loop.work("e", list(range(9000, 9070)))
+        await asyncio.gather(*(work.sampled for work in [*works, stranger]))
+
+        assert [(await work.admitted).hit_tokens for work in works] == [0, 256, 256, 256]
+        chunks = [chunk for step in loop.steps for chunk in step.chunks]
+        computed = sum(len(chunk.token_ids) - chunk.num_recomputed for chunk in chunks)
+        assert computed == 256 + 4 * 50 + 70
+        assert (await stranger.admitted).hit_tokens == 0
+
+
+async def test_when_the_first_of_a_burst_leaves_the_next_one_computes(loop: Loop) -> None:
+    """Behind the blocks that are there; nobody waits for somebody who is gone."""
+    loop.engine.hold()
+    loop.engine.is_stepwise = True
+    first = loop.work("a", [*range(400), 1])
+    second, third = (
+        loop.work(name, [*range(400), number]) for number, name in ((2, "b"), (3, "c"))
+    )
+    await until(lambda: loop.engine.is_running)
+    loop.engine.may_run.set()
+    await until(lambda: len(loop.steps) == 2 and loop.engine.is_running)
+
+    loop.worker.release(first)
+    loop.engine.is_stepwise = False
+    loop.engine.may_run.set()
+    await asyncio.gather(second.sampled, third.sampled)
+
+    # The step that ran for the first one is nobody's: only its first 128 tokens were published.
+    assert [(await work.admitted).hit_tokens for work in (second, third)] == [128, 384]
 
 
 async def test_a_hit_inside_an_effective_block_is_copied_once(loop_of_two: Loop) -> None:

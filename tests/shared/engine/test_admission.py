@@ -83,6 +83,16 @@ def test_a_refused_reservation_takes_nothing() -> None:
     assert queue.free == {"pages": 1}
 
 
+def test_what_is_held_is_neither_overtaken_nor_in_the_way() -> None:
+    """It waits for something else than room: others need not wait for it."""
+    queue = AdmissionQueue({"pages": 9}, max_overtakes=1)
+    for request_id in "abcd":
+        queue.enqueue(request_id, {"pages": 1})
+
+    assert queue.admit(always, lambda request_id: request_id == "a") == ["b", "c", "d"]
+    assert queue.admit(always) == ["a"]
+
+
 def test_release_is_told_whether_there_was_something_to_release() -> None:
     """Cancel and finish may cross; the second must not free twice."""
     queue = AdmissionQueue({"pages": 2}, max_overtakes=4)
