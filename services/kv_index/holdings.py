@@ -6,9 +6,11 @@ Knows the table; knows no other life, no Redis, NATS or clock.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.kv_index.events import DEVICE_BIT, HOST_BIT, TIER_BITS, Change, Life
-from services.kv_index.table import Table
+from services.kv_index.events import TIER_BITS, Change, Life
+from services.kv_index.table import Changed, Table, digest_of
 from shared.block_hash import HASH_BYTES
+
+_NONE = Changed(0, 0)
 
 
 @dataclass(frozen=True)
@@ -31,19 +33,26 @@ class Holdings:
     announced: int = 0  # batches up to here exist, so what is missing of them is lost
     claimed: int = 0  # what the last heartbeat said
     claimed_digest: bytes = b""  # of what the worker holds at `claimed`; empty: it does not tell
-    num_cut: int = 0  # blocks left out because the table was full
     is_drifted: bool = False  # the worker says it holds something else
     num_heals: int = 0  # snapshots taken because of that, since the digests last agreed
     healed_at: int | None = None  # the place in its events of the last of them
     is_doubted: bool = False  # its digest disagrees with its own snapshot
     num_blocks: dict[int, int] = field(default_factory=lambda: dict.fromkeys(TIER_BITS, 0))
     digests: dict[int, int] = field(default_factory=lambda: dict.fromkeys(TIER_BITS, 0))
+    # By tier, what the worker holds and the full table had no room for.
+    left_out: dict[int, Changed] = field(default_factory=lambda: dict.fromkeys(TIER_BITS, _NONE))
+
+    @property
+    def num_cut(self) -> int:
+        """Blocks left out because the table was full."""
+        return sum(cut.num_blocks for cut in self.left_out.values())
 
     def move(self, seat: int) -> None:
         """Hold nothing any more: nobody asks for the old seat's bits."""
-        self.seat, self.num_cut, self.is_drifted = seat, 0, False
+        self.seat, self.is_drifted = seat, False
         self.num_blocks = dict.fromkeys(TIER_BITS, 0)
         self.digests = dict.fromkeys(TIER_BITS, 0)
+        self.left_out = dict.fromkeys(TIER_BITS, _NONE)
 
     def heal(self) -> None:
         """What it holds now is the worker's own snapshot, taken because it had drifted."""
@@ -61,7 +70,7 @@ class Holdings:
 
     def compare(self) -> None:
         """Learn from the worker's digest, if it tells one for this place in its events."""
-        if self.sequence != self.claimed or not self.claimed_digest or self.num_cut:
+        if self.sequence != self.claimed or not self.claimed_digest:
             return
         self.is_drifted = self.claimed_digest != self._digest
         if not self.is_drifted:
@@ -71,7 +80,8 @@ class Holdings:
 
     @property
     def _digest(self) -> bytes:
-        device, host = self.digests[DEVICE_BIT], self.digests[HOST_BIT]
+        """Of all that the worker has told, left out or not: a full table hides no drift."""
+        device, host = (self.digests[bit] ^ self.left_out[bit].digest for bit in TIER_BITS)
         return (device | host << 8 * HASH_BYTES).to_bytes(2 * HASH_BYTES, "little")
 
     def _play(self, table: Table, change: Change) -> Change:
@@ -79,14 +89,18 @@ class Holdings:
         if is_stored:
             if len(packed) > table.num_left * HASH_BYTES:
                 # The newest are left out: they are tails, and tails without heads are never found.
-                packed, num_cut = table.fitting(packed)
-                self.num_cut += num_cut
+                packed, cut = table.fitting(packed)
+                num_cut, cut_digest = self.left_out[bit]
+                self.left_out[bit] = Changed(num_cut + cut.num_blocks, cut_digest ^ cut.digest)
             num_blocks, digest = table.add(self.seat, bit, packed)
             self.num_blocks[bit] += num_blocks
         else:
             num_blocks, digest = table.discard(self.seat, bit, packed)
             self.num_blocks[bit] -= num_blocks
-            # What leaves the worker and was not here had been left out.
-            self.num_cut = max(0, self.num_cut - (len(packed) // HASH_BYTES - num_blocks))
+            num_cut, cut_digest = self.left_out[bit]
+            if num_cut:  # what leaves the worker and was not here had been left out
+                cut_digest ^= digest ^ digest_of(packed)
+                num_cut -= len(packed) // HASH_BYTES - num_blocks
+                self.left_out[bit] = Changed(max(1, num_cut), cut_digest) if cut_digest else _NONE
         self.digests[bit] ^= digest
         return change._replace(packed=packed)

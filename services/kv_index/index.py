@@ -211,7 +211,7 @@ class Index:
             self.tidy()  # the dead make room first
         before = holdings.num_cut
         played = holdings.play(self._table, changes)
-        self.num_cut += holdings.num_cut - before
+        self.num_cut += max(0, holdings.num_cut - before)
         return played
 
     def _known(self, life: Life) -> Holdings | None:

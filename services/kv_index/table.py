@@ -34,7 +34,7 @@ class Columns(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """Blocks whose bit was turned by one call: how many, and all of them XORed."""
+    """The blocks that one call turned a bit of, or left out: how many, and all of them XORed."""
 
     num_blocks: int
     digest: int
@@ -99,8 +99,8 @@ class Table:
             fresh = np.concatenate((fresh, self._insert(at, low, high, plane, bit)))
         return self._changed(fresh)
 
-    def fitting(self, packed: bytes) -> tuple[bytes, int]:
-        """These hashes as far as there is room for them, and how many different ones are left out.
+    def fitting(self, packed: bytes) -> tuple[bytes, Changed]:
+        """These hashes as far as there is room for them, and the different ones left out.
 
         What is in the table needs no room. Of the new ones the first are kept.
         """
@@ -111,9 +111,10 @@ class Table:
         low, high = low[new[order]], high[new[order]]
         is_first = np.concatenate(([True], (low[1:] != low[:-1]) | (high[1:] != high[:-1])))
         distinct = np.sort(new[order[is_first[: new.size]]])
-        is_there[distinct[: self.num_left]] = True
-        kept = np.frombuffer(packed, "<u8").reshape(-1, 2)[is_there]
-        return kept.tobytes(), max(0, distinct.size - self.num_left)
+        kept, cut = np.split(distinct, [self.num_left])
+        is_there[kept] = True
+        words = np.frombuffer(packed, "<u8").reshape(-1, 2)
+        return words[is_there].tobytes(), Changed(cut.size, digest_of(words[cut].tobytes()))
 
     def discard(self, seat: int, tier_bit: int, packed: bytes) -> Changed:
         """Clear a seat's bit for these blocks."""
@@ -266,6 +267,13 @@ class Table:
         low = np.bitwise_xor.reduce(self._low[entries])
         high = np.bitwise_xor.reduce(self._high[entries])
         return Changed(entries.size, int(low) | int(high) << 64)
+
+
+def digest_of(packed: bytes) -> int:
+    """These hashes, XORed."""
+    words = np.frombuffer(packed, "<u8").reshape(-1, 2)
+    low, high = np.bitwise_xor.reduce(words, axis=0)
+    return int(low) | int(high) << 64
 
 
 def _words(packed: bytes) -> tuple[U64, U64]:

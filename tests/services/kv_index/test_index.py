@@ -12,6 +12,7 @@ from services.kv_index.holdings import Delta
 from services.kv_index.index import Hit, Index
 from shared import farspan_pb2 as pb
 from shared.block_hash import BlockHash, pack
+from shared.block_journal import BlockJournal
 from shared.errors import BadRequest
 
 LIFE = Life("w0", 100)
@@ -236,6 +237,17 @@ def test_a_worker_that_breaks_the_eviction_rule_is_not_believed_beyond_the_hole(
     assert index.longest_prefix(pack(CHAIN)) == [Hit(LIFE, 10, pb.TIER_DEVICE)]
 
 
+STEPS_OF_TWO = st.lists(
+    st.tuples(
+        st.integers(0, 1),
+        st.sampled_from(["stored", "stored", "removed", "cleared", "snapshot"]),
+        st.sampled_from([pb.TIER_DEVICE, pb.TIER_HOST]),
+        st.lists(st.sampled_from(CHAIN[:12]), max_size=6),
+    ),
+    max_size=30,
+)
+
+
 def digest(device: Sequence[BlockHash], host: Sequence[BlockHash] = ()) -> bytes:
     def folded(hashes: Sequence[BlockHash]) -> bytes:
         return reduce(xor, (int.from_bytes(h, "little") for h in hashes), 0).to_bytes(16, "little")
@@ -307,8 +319,70 @@ def test_a_full_index_leaves_out_the_newest_blocks_and_counts_them() -> None:
     assert (index.num_blocks, index.num_cut) == (20, 10)
     assert delta is not None
     assert blocks(delta.changes).keys() == set(CHAIN[15:20]), "the copy is bounded too"
-    index.heartbeat(LIFE, 2, digest(CHAIN[:30]))
-    assert not index.is_drifted(LIFE), "it is known to be incomplete"
+
+
+def test_a_full_index_hides_no_drift() -> None:
+    """Above nine tenths no room comes free for a snapshot: phantom hits would stay for ever."""
+    index = Index(max_blocks=20)
+    index.apply(batch(1, stored(CHAIN[50:65]), life=Life("w1", 1)))
+    index.apply(batch(1, stored(CHAIN[:10]), stored(CHAIN[:15], pb.TIER_HOST)))
+    index.heartbeat(LIFE, 1, digest(CHAIN[:10], CHAIN[:15]))
+    assert (index.num_cut, index.is_drifted(LIFE)) == (15, False), "left out, but told"
+
+    index.apply(batch(2))
+    index.heartbeat(LIFE, 2, digest([], CHAIN[:15]))
+    assert index.is_drifted(LIFE)
+    index.restore(LIFE, 2, snapshot_changes(pb.BlockSnapshot(host_block_hashes=pack(CHAIN[2:15]))))
+
+    assert index.is_drifted(LIFE), "the snapshot says something else again"
+    index.heartbeat(LIFE, 2, digest([], CHAIN[2:15]))
+    assert not index.is_drifted(LIFE)
+    assert index.longest_prefix(pack(CHAIN)) == []
+
+
+def test_blocks_left_out_again_and_again_are_gone_when_they_are_removed_once() -> None:
+    """Nobody counts wrong for ever, though our own workers tell each block once."""
+    index = Index(max_blocks=20)
+    index.apply(batch(1, stored(CHAIN[50:70]), life=Life("w1", 1)))
+    index.apply(batch(1, *[stored(CHAIN[:10])] * 31))
+    index.apply(batch(2, removed(CHAIN[:10])))
+    index.retire(Life("w1", 1))
+    index.tidy()
+
+    assert not index.is_cut(LIFE)
+    index.heartbeat(LIFE, 2, digest([]))
+    assert not index.is_drifted(LIFE)
+    assert index.num_cut == 310, "a counter: it never falls"
+
+
+@given(STEPS_OF_TWO)
+@settings(deadline=None)
+def test_a_true_digest_agrees_however_much_was_left_out(
+    steps: list[tuple[int, str, pb.Tier, list[BlockHash]]],
+) -> None:
+    index = Index(max_blocks=5)
+    lives = [Life("w0", 1), Life("w1", 1)]
+    journals = [BlockJournal(pb.WorkerRef(worker_id=life.worker_id, epoch=1)) for life in lives]
+    for number, kind, tier, hashes in steps:
+        life, journal = lives[number], journals[number]
+        if kind == "stored":
+            journal.stored(tier, hashes)
+        elif kind == "removed":
+            journal.removed(tier, hashes)
+        elif kind == "cleared":
+            journal.cleared()
+        else:
+            asked = pb.ReplayRequest(worker=pb.WorkerRef(worker_id=life.worker_id, epoch=1))
+            snapshot = journal.replay(asked).snapshot
+            index.restore(life, snapshot.sequence, snapshot_changes(snapshot))
+        if (message := journal.commit()) is not None:
+            index.apply(message)
+        heartbeat = pb.Heartbeat()
+        journal.describe(heartbeat)
+        index.heartbeat(life, heartbeat.event_sequence, heartbeat.block_digest)
+
+        assert not any(index.is_drifted(each) for each in lives)
+    assert index.num_blocks <= 5
 
 
 def test_what_was_left_out_is_asked_for_when_there_is_room() -> None:
