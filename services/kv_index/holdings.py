@@ -34,7 +34,7 @@ class Holdings:
     claimed: int = 0  # what the last heartbeat said
     claimed_digest: bytes = b""  # of what the worker holds at `claimed`; empty: it does not tell
     is_drifted: bool = False  # the worker says it holds something else
-    num_heals: int = 0  # snapshots taken because of that, since the digests last agreed
+    num_heals: int = 0  # snapshots taken because of that or a gap, since the two last agreed
     healed_at: int | None = None  # the place in its events of the last of them
     is_doubted: bool = False  # its digest disagrees with its own snapshot
     num_blocks: dict[int, int] = field(default_factory=lambda: dict.fromkeys(TIER_BITS, 0))
@@ -54,10 +54,26 @@ class Holdings:
         self.digests = dict.fromkeys(TIER_BITS, 0)
         self.left_out = dict.fromkeys(TIER_BITS, _NONE)
 
+    @property
+    def has_gap(self) -> bool:
+        """Whether batches are lost."""
+        return self.sequence < self.announced
+
+    def claim(self, sequence: int, digest: bytes) -> None:
+        """Learn from a heartbeat how far the worker is, and what it holds there.
+
+        What the one before it claimed and has not arrived is lost, unless this one claims less:
+        then one of the two is wrong, and the later one is believed.
+        """
+        self.announced = min(max(self.announced, self.claimed), sequence)
+        self.claimed, self.claimed_digest = sequence, digest
+        self.compare()
+
     def heal(self) -> None:
-        """What it holds now is the worker's own snapshot, taken because it had drifted."""
+        """What it holds now is the worker's own snapshot: beyond it there is what it claims."""
         self.num_heals += 1
         self.healed_at = self.sequence
+        self.announced = min(self.announced, max(self.sequence, self.claimed))
 
     def play(self, table: Table, changes: Iterable[Change]) -> list[Change]:
         """Apply changes; returned as far as there was room for them."""
@@ -69,10 +85,10 @@ class Holdings:
         return Delta(self.life, None, self.sequence, tuple(changes))
 
     def compare(self) -> None:
-        """Learn from the worker's digest, if it tells one for this place in its events."""
-        if self.sequence != self.claimed or not self.claimed_digest:
+        """Learn from the worker's claim, if it is of this place in its events."""
+        if self.sequence != self.claimed:
             return
-        self.is_drifted = self.claimed_digest != self._digest
+        self.is_drifted = self.claimed_digest not in (b"", self._digest)
         if not self.is_drifted:
             self.num_heals, self.is_doubted = 0, False
         elif self.sequence == self.healed_at:  # anywhere else it may have drifted again since

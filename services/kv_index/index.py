@@ -89,21 +89,19 @@ class Index:
         """Note how far a worker says it is; the delta is given if its life begins with this.
 
         Events and heartbeats arrive on separate subscriptions, so a heartbeat may be ahead for a
-        moment. What the one before it claimed and has still not arrived is lost.
+        moment: only the next one shows a loss.
         """
         before = self._workers.get(life.worker_id)
         holdings = self._current(life)
         if holdings is None:
             return None
-        holdings.announced = max(holdings.announced, holdings.claimed)
-        holdings.claimed, holdings.claimed_digest = event_sequence, digest
-        holdings.compare()
+        holdings.claim(event_sequence, digest)
         return self.whole(life) if holdings is not before else None
 
     def first_missing(self, life: Life) -> int | None:
         """The sequence from which `life` must replay; None if nothing is known to be lost."""
         holdings = self._known(life)
-        if holdings is None or holdings.sequence >= holdings.announced:
+        if holdings is None or not holdings.has_gap:
             return None
         return holdings.sequence + 1
 
@@ -113,7 +111,7 @@ class Index:
         return holdings is not None and holdings.is_drifted
 
     def num_heals(self, life: Life) -> int:
-        """Snapshots taken of a life because it had drifted, since its digest last agreed."""
+        """Snapshots taken of a life because of drift or a gap, since its claims last agreed."""
         holdings = self._known(life)
         return 0 if holdings is None else holdings.num_heals
 
@@ -139,11 +137,11 @@ class Index:
         holdings = self._current(life)
         if holdings is None or sequence < holdings.sequence:
             return None
-        was_drifted = holdings.is_drifted
+        is_heal = holdings.is_drifted or holdings.has_gap
         self._reseat(holdings)
         played = self._play(holdings, changes)
         holdings.sequence = sequence
-        if was_drifted:
+        if is_heal:
             holdings.heal()
         holdings.compare()
         return Delta(life, None, sequence, tuple(played))

@@ -302,6 +302,50 @@ async def test_a_worker_that_computes_its_digest_wrongly_is_asked_less_and_less_
         assert worker.replays in ([0, 0], [0])
 
 
+async def test_a_worker_that_claims_too_much_is_asked_for_few_snapshots(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """Idle or busy; what it tells is followed all the same."""
+    async with serving(config) as client, FakeWorker(link, life).answering() as worker:
+        worker.sequence = 10**12
+        await worker.store(chain[:9])
+        for number in range(100):
+            if number < 50:
+                await worker.store([BlockHash(uuid.uuid4().bytes)])
+            await worker.beat()
+            await asyncio.sleep(0.02)
+
+        assert worker.replays.count(0) in (1, 2)
+        await worker.store(chain[9:])
+        await eventually(client, chain, {life: (10, pb.TIER_DEVICE)})
+
+
+async def test_a_gap_that_is_not_filled_counts_as_one(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """However often a worker that does not answer is asked."""
+    async with serving(config) as client:
+        worker = FakeWorker(link, life)
+        await worker.store(chain[:2], is_lost=True)
+        await worker.store(chain[2:4])
+        for _ in range(10):
+            await worker.beat()
+            await asyncio.sleep(0.02)
+        async with worker.answering():
+            await worker.beat()
+            await eventually(client, chain, {life: (4, pb.TIER_DEVICE)})
+
+            await worker.store(chain[4:5], is_lost=True)
+            await worker.store(chain[5:6])
+            await eventually(client, chain, {life: (6, pb.TIER_DEVICE)})
+
+        async def gaps() -> object:
+            seen = await figures(config)
+            return seen["gaps_total"]
+
+        await until(gaps, 2)
+
+
 async def test_a_worker_with_other_blocks_is_left_out(
     config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
 ) -> None:

@@ -134,6 +134,56 @@ def test_a_lost_tail_shows_at_the_second_heartbeat() -> None:
     assert index.first_missing(LIFE) == 2
 
 
+def test_an_absurd_claim_is_forgotten_when_the_next_one_is_smaller() -> None:
+    """One wrong heartbeat must not mean snapshots without end."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN[:9])))
+
+    index.heartbeat(LIFE, 10**12)
+    index.heartbeat(LIFE, 1)
+    assert index.first_missing(LIFE) is None
+
+    for claim in (10**12, 10**12):
+        index.heartbeat(LIFE, claim)
+    assert index.first_missing(LIFE) == 2
+    index.heartbeat(LIFE, 1)
+    assert index.first_missing(LIFE) is None
+
+
+def test_a_batch_with_an_absurd_number_is_forgotten_with_the_snapshot_it_causes() -> None:
+    """A snapshot is all there is, up to what has been claimed since."""
+    index = Index()
+    index.heartbeat(LIFE, 0)
+    index.apply(batch(10**12, stored(CHAIN[:9])))
+    assert index.first_missing(LIFE) == 1
+
+    index.restore(LIFE, 5, [])
+    assert index.first_missing(LIFE) is None
+
+
+def test_what_was_claimed_while_a_snapshot_was_on_its_way_is_still_missing() -> None:
+    index = Index()
+    for _ in range(2):
+        index.heartbeat(LIFE, 7)
+    index.restore(LIFE, 5, [])
+
+    assert index.first_missing(LIFE) == 6
+
+
+def test_snapshots_that_do_not_end_a_gap_are_counted_until_the_claims_agree() -> None:
+    """Also of a worker that tells no digest."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN[:9])))
+    for num_heals in (1, 2, 3):
+        for _ in range(2):
+            index.heartbeat(LIFE, 10**12)
+        index.restore(LIFE, 1, [Change(DEVICE_BIT, True, pack(CHAIN[:9]))])
+        assert index.num_heals(LIFE) == num_heals
+
+    index.heartbeat(LIFE, 1)
+    assert index.num_heals(LIFE) == 0
+
+
 def test_a_snapshot_replaces_everything_unless_it_is_old() -> None:
     """A slow answer must not undo what has been followed since."""
     index = Index()
