@@ -5,12 +5,20 @@ Knows the table; knows no other life, no Redis, NATS or clock.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from services.kv_index.events import TIER_BITS, Change, Life
 from services.kv_index.table import Changed, Table, digest_of
 from shared.block_hash import HASH_BYTES
 
 _NONE = Changed(0, 0)
+
+
+class Extent(NamedTuple):
+    """How far a life has been followed, and how much is known of it there."""
+
+    sequence: int
+    num_blocks: int  # of both tiers
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,11 @@ class Holdings:
     def num_cut(self) -> int:
         """Blocks left out because the table was full."""
         return sum(cut.num_blocks for cut in self.left_out.values())
+
+    @property
+    def extent(self) -> Extent:
+        """What the durable copy must have of it, at least."""
+        return Extent(self.sequence, sum(self.num_blocks.values()))
 
     def move(self, seat: int) -> None:
         """Hold nothing any more: nobody asks for the old seat's bits."""

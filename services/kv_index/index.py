@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from services.kv_index import events, search
 from services.kv_index.events import Change, Cleared, Life
-from services.kv_index.holdings import Delta, Holdings
+from services.kv_index.holdings import Delta, Extent, Holdings
 from services.kv_index.search import Holders
 from services.kv_index.table import Table
 from shared import farspan_pb2 as pb
@@ -50,6 +50,11 @@ class Index:
     def sequences(self) -> dict[Life, int]:
         """The last applied batch of every worker's current life, 0 before the first."""
         return {holdings.life: holdings.sequence for holdings in self._workers.values()}
+
+    @property
+    def extents(self) -> dict[Life, Extent]:
+        """How much is known of every worker's current life."""
+        return {holdings.life: holdings.extent for holdings in self._workers.values()}
 
     def sequence(self, life: Life) -> int:
         """The last applied batch of a life; 0 before the first, and if it is not known."""

@@ -1,8 +1,8 @@
 """Keeps the Redis copy close behind the index, without ever making the index wait.
 
 While Redis is away nothing queues up: who changed is noted, and written whole when it is back. A
-comparison of sequences, after every failure and now and then, finds the workers whose copy has
-fallen behind or lost data all the same; they are written whole too.
+comparison of sequences and numbers of blocks, after every failure and now and then, finds the
+workers whose copy has fallen behind or lost keys all the same; they are written whole too.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections import deque
 from contextlib import suppress
 
 from services.kv_index.events import Life
-from services.kv_index.holdings import Delta
+from services.kv_index.holdings import Delta, Extent
 from services.kv_index.index import Index
 from services.kv_index.store import Store, StoreAway
 
@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 1024  # deltas; beyond it, writing whole lives is cheaper than catching up
 _RETRY_S = 0.5
+_NOTHING = Extent(-1, 0)
 
 
 class Mirror:
@@ -84,7 +85,7 @@ class Mirror:
         while True:
             try:
                 if self._away_reason:
-                    await self._store.sequences([])  # whole lives are not gathered for nobody
+                    await self._store.extents([])  # whole lives are not gathered for nobody
                 await self.write()
                 await self._compare()
                 self._note_back()
@@ -150,9 +151,11 @@ class Mirror:
         now_s = asyncio.get_running_loop().time()
         if now_s < self._next_check_s:
             return
-        written = self._index.sequences  # right after a write: what comes meanwhile is not meant
-        copied = await self._store.sequences(list(written))
-        self._behind.update(life for life, sequence in written.items() if copied[life] < sequence)
+        written = self._index.extents  # right after a write: what comes meanwhile is not meant
+        copied = await self._store.extents(written)
+        self._behind.update(
+            life for life, extent in written.items() if copied.get(life, _NOTHING) < extent
+        )
         if self._behind:
             logger.info("writing %d workers whole: their copy was behind", len(self._behind))
         self._must_write_refused |= bool(self._refused)

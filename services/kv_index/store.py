@@ -24,7 +24,7 @@ from redis.exceptions import (
 )
 
 from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, Life
-from services.kv_index.holdings import Delta
+from services.kv_index.holdings import Delta, Extent
 from shared.block_hash import HASH_BYTES
 from shared.redis_link import open_redis, place
 
@@ -160,19 +160,26 @@ class Store:
             pipeline.expire(_REFUSED, _KEEP_S)
             await pipeline.execute()
 
-    async def sequences(self, lives: Sequence[Life]) -> dict[Life, int]:
-        """How far the copy is with each life, which is kept for another day; 0 if not known."""
+    async def extents(self, lives: Iterable[Life]) -> dict[Life, Extent]:
+        """How much the copy has of the lives that are valid in it; they are kept for another day.
+
+        In one transaction: what others write meanwhile is not taken for a loss.
+        """
         async with _answering():
-            pipeline = self._redis.pipeline(transaction=False)
+            pipeline = self._redis.pipeline(transaction=True)
+            pipeline.hgetall(_EPOCHS)  # also with no lives this shows whether Redis is there
             for life in lives:
-                _, sequence, *tiers = _keys(life)
-                for key in tiers:
-                    pipeline.expire(key, _KEEP_S)
-                pipeline.getex(sequence, ex=_KEEP_S)
-            # Also with no lives this shows whether Redis is there.
-            pipeline.expire(_REFUSED, _KEEP_S)
-            answers = await pipeline.execute()
-        return {life: int(answer or 0) for life, answer in zip(lives, answers[2::3], strict=False)}
+                _, sequence, device, host = _keys(life)
+                pipeline.getex(sequence, ex=_KEEP_S).scard(device).scard(host)
+                pipeline.expire(device, _KEEP_S).expire(host, _KEEP_S)
+            epochs, *answers = await pipeline.execute()
+        return {
+            life: Extent(int(sequence or 0), num_device + num_host)
+            for life, sequence, num_device, num_host in zip(
+                lives, answers[::5], answers[1::5], answers[2::5], strict=True
+            )
+            if epochs.get(life.worker_id.encode()) == _digits(life.epoch).encode()
+        }
 
     async def _take_over(self, delta: Delta) -> None:
         """Write aside in parts, so that others are served in between; then swap in one step."""
