@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from services.kv_index import events, search
-from services.kv_index.events import Change, Cleared, Life
+from services.kv_index.events import Change, Cleared, End, Life
 from services.kv_index.holdings import Delta, Extent, Holdings
 from services.kv_index.search import Holders
 from services.kv_index.table import Table
@@ -17,6 +17,7 @@ from shared import farspan_pb2 as pb
 from shared.block_hash import HASH_BYTES
 
 _MAX_KNOWN_SETS = 4096
+_NEVER = (0, End.SILENT)
 _MAX_OVER = 4096  # workers that are gone; what is late of them comes within seconds
 # Of the table: with less room whole workers are not asked for again, with more they always are.
 _ROOM_AGAIN, _ENOUGH_ROOM = 0.1, 0.5
@@ -37,7 +38,7 @@ class Index:
         self._table = Table(max_blocks)
         self.max_blocks = max_blocks
         self._workers: dict[str, Holdings] = {}
-        self._over: dict[str, int] = {}  # worker id -> the last epoch that is over, oldest first
+        self._over: dict[str, tuple[int, End]] = {}  # worker id -> its last end, oldest first
         self._free_seats = list(reversed(range(self._table.num_seats)))
         self._left_seats: list[int] = []  # whose bits still stand in the table
         self._at_bits: dict[int, tuple[int, Life]] = {}  # seat's bit -> rank among lives, life
@@ -161,20 +162,32 @@ class Index:
         holdings = self._workers.get(life.worker_id)
         if holdings is not None and holdings.life.epoch > life.epoch:
             return True
-        return life.epoch <= self._over.get(life.worker_id, 0)
+        epoch, _ = self._over.get(life.worker_id, _NEVER)
+        return life.epoch <= epoch
 
-    def retire(self, life: Life, *, may_return: bool = False) -> Life | None:
+    def is_refused(self, life: Life) -> bool:
+        """Whether a life is over because it was refused, and the worker has begun no other."""
+        is_last = life.worker_id not in self._workers
+        return is_last and self._over.get(life.worker_id) == (life.epoch, End.REFUSED)
+
+    @property
+    def over(self) -> dict[Life, End]:
+        """Every worker's last life that is over for good, as far as is remembered."""
+        return {Life(worker_id, epoch): end for worker_id, (epoch, end) in self._over.items()}
+
+    def retire(self, life: Life, end: End) -> Life | None:
         """Forget a worker, and unless it may return hear nothing more of this or an older life.
 
         Returns the life that ended; None if the worker is not known or has begun a later one.
         """
-        if self.is_over(life):
+        holdings = self._workers.get(life.worker_id)
+        if holdings is not None and holdings.life.epoch > life.epoch:
             return None
-        if not may_return:
-            self._note_over(life.worker_id, life.epoch)
-        holdings = self._workers.pop(life.worker_id, None)
+        if end is not End.SILENT:
+            self._note_over(life, end)
         if holdings is None:
             return None
+        del self._workers[life.worker_id]
         self._left_seats.append(holdings.seat)
         self._seats_changed()
         return holdings.life
@@ -233,8 +246,10 @@ class Index:
             self._seats_changed()
         return holdings
 
-    def _note_over(self, worker_id: str, epoch: int) -> None:
-        self._over[worker_id] = max(epoch, self._over.pop(worker_id, 0))
+    def _note_over(self, life: Life, end: End) -> None:
+        last = self._over.pop(life.worker_id, _NEVER)
+        is_news = life.epoch > last[0] or (life.epoch == last[0] and end is End.STOPPED)
+        self._over[life.worker_id] = (life.epoch, end) if is_news else last
         if len(self._over) > _MAX_OVER:
             del self._over[next(iter(self._over))]
 

@@ -16,7 +16,8 @@ from redis.asyncio import Redis
 
 from services.kv_index import app
 from services.kv_index.config import KvIndexConfig
-from services.kv_index.events import Life
+from services.kv_index.events import End, Life
+from services.kv_index.store import Store
 from services.local.servers import free_port, redis_command
 from shared import bus, prefix_rpc, subjects
 from shared import farspan_pb2 as pb
@@ -34,7 +35,7 @@ Hits = dict[Life, tuple[int, pb.Tier]]
 async def config(nats_url: str, redis_url: str) -> KvIndexConfig:
     """In a Redis that all tests share: whom others' index left out is no matter of this one."""
     async with aclosing(Redis.from_url(redis_url)) as redis:
-        await redis.delete("farspan:kv:v2:refused")
+        await redis.delete("farspan:kv:v2:over")
     return KvIndexConfig(
         nats_url=nats_url,
         redis_url=redis_url,
@@ -241,6 +242,79 @@ async def test_late_events_do_not_bring_a_stopped_worker_back(
 
         await until(late, True)
         assert await hits(client, chain) == {}
+
+
+async def test_a_stopped_worker_stays_gone_from_a_replica_that_starts(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """What is late of it would be hits there, and nowhere else."""
+    other = Life(f"{life.worker_id}-b", life.epoch)
+    worker = FakeWorker(link, life)
+    async with serving(config) as client:
+        await worker.store(chain[:5])
+        await eventually(client, chain, {life: (5, pb.TIER_DEVICE)})
+        await worker.beat(pb.SERVICE_STATE_STOPPED)
+        await eventually(client, chain, {})
+
+    async with serving(config) as client, worker.answering():
+        await worker.store(chain[5:])
+        await worker.beat()
+        await FakeWorker(link, other).store(chain)
+        await eventually(client, chain, {other: (10, pb.TIER_DEVICE)})
+        assert worker.replays == []
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_a_replica_that_missed_the_end_of_a_life_learns_of_it(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash], is_refused: bool
+) -> None:
+    """Messages are delivered at most once; the copy tells what another replica has heard."""
+    twin = replace(config, health_port=0)
+    worker = FakeWorker(link, life, num_kept_batches=1)
+    async with serving(config) as client, worker.answering():
+        await worker.store(chain)
+        await eventually(client, chain, {life: (10, pb.TIER_DEVICE)})
+        async with aclosing(Store(config.redis_url)) as store:
+            await store.note_over({life: End.REFUSED if is_refused else End.STOPPED})
+        await eventually(client, chain, {})
+
+        async def refused() -> object:
+            await worker.beat()
+            return (await figures(config))["refused_workers"]
+
+        await until(refused, is_refused)
+        async with serving(twin) as second:
+            assert await hits(second, chain) == {}
+
+
+async def test_a_refused_worker_that_falls_silent_and_returns_is_refused_everywhere(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """No alarm for one that is gone, and an alarm again when it is back."""
+    hasty = replace(config, forget_after_s=0.5)
+    twin = replace(hasty, health_port=free_port())
+    worker = FakeWorker(link, life, num_kept_batches=1)
+
+    async def refused() -> object:
+        return [(await figures(each)).get("refused_workers") for each in (hasty, twin)]
+
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(serving(hasty))
+        await stack.enter_async_context(worker.answering())
+        await worker.store(chain)
+        await eventually(first, chain, {life: (10, pb.TIER_DEVICE)})
+        await link.publish(subjects.BLOCK_EVENTS, sparse_batch(life, chain, sequence=2))
+        await eventually(first, chain, {})
+        second = await stack.enter_async_context(serving(twin))
+        await until(refused, [0, 0])
+
+        async def refused_when_back() -> object:
+            await worker.beat()
+            return await refused()
+
+        await until(refused_when_back, [1, 1])
+        assert await hits(first, chain) == await hits(second, chain) == {}
+        assert worker.replays == []
 
 
 async def test_a_silent_worker_is_forgotten_and_comes_back_whole(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.kv_index.events import DEVICE_BIT, Change, Life, blocks, snapshot_changes
+from services.kv_index.events import DEVICE_BIT, Change, End, Life, blocks, snapshot_changes
 from services.kv_index.holdings import Delta
 from services.kv_index.index import Hit, Index
 from shared import farspan_pb2 as pb
@@ -207,8 +207,8 @@ def test_a_retired_worker_is_gone_unless_it_came_back() -> None:
     index.apply(batch(1, stored(CHAIN)))
     index.heartbeat(Life("w0", 101), 0)
 
-    assert not index.retire(LIFE)
-    assert index.retire(Life("w0", 101))
+    assert not index.retire(LIFE, End.STOPPED)
+    assert index.retire(Life("w0", 101), End.STOPPED)
     assert index.sequences == {}
 
 
@@ -216,7 +216,7 @@ def test_nothing_late_of_a_life_that_is_over_is_taken_over() -> None:
     """Its events travel on another subscription than its goodbye, and replays take their time."""
     index = Index()
     index.apply(batch(1, stored(CHAIN)))
-    index.retire(LIFE)
+    index.retire(LIFE, End.STOPPED)
 
     assert index.apply(batch(1, stored(CHAIN))) is None
     assert index.heartbeat(LIFE, 1) is None
@@ -234,8 +234,8 @@ def test_a_life_may_end_before_anything_else_was_heard_of_it() -> None:
     index = Index()
     index.apply(batch(1, stored(CHAIN)))
 
-    assert index.retire(Life("w0", 101)) == LIFE
-    assert index.retire(Life("w1", 5)) is None
+    assert index.retire(Life("w0", 101), End.STOPPED) == LIFE
+    assert index.retire(Life("w1", 5), End.STOPPED) is None
     assert index.apply(batch(2, stored(CHAIN[:1]))) is None
     assert index.apply(batch(1, stored(CHAIN), life=Life("w1", 5))) is None
     assert index.sequences == {}
@@ -245,15 +245,37 @@ def test_a_life_that_may_return_returns() -> None:
     """Silence is no proof of death."""
     index = Index()
     index.apply(batch(1, stored(CHAIN)))
-    index.retire(LIFE, may_return=True)
+    index.retire(LIFE, End.SILENT)
 
     assert index.apply(batch(1, stored(CHAIN))) is not None
+
+
+def test_a_refused_life_stays_out_until_it_stops_or_another_begins() -> None:
+    """An event that is not understood may have removed blocks, and no snapshot tells which."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN)))
+    assert index.retire(LIFE, End.REFUSED) == LIFE
+    assert index.is_refused(LIFE)
+    assert index.heartbeat(LIFE, 1) is None
+    index.retire(LIFE, End.SILENT)
+    assert index.is_refused(LIFE), "silence makes no event understood"
+
+    index.retire(LIFE, End.STOPPED)
+    index.retire(LIFE, End.REFUSED)
+    assert (index.is_over(LIFE), index.is_refused(LIFE)) == (True, False)
+    assert index.over == {LIFE: End.STOPPED}
+
+    later = Life("w0", 101)
+    index.retire(later, End.REFUSED)
+    index.heartbeat(Life("w0", 102), 0)
+    assert not index.is_refused(later)
+    assert index.is_over(later)
 
 
 def test_a_bounded_number_of_workers_that_are_gone_is_remembered() -> None:
     index = Index()
     for number in range(5000):
-        index.retire(Life(f"gone-{number}", 7))
+        index.retire(Life(f"gone-{number}", 7), End.STOPPED)
 
     assert index.is_over(Life("gone-4999", 7))
     assert not index.is_over(Life("gone-0", 7))
@@ -396,7 +418,7 @@ def test_blocks_left_out_again_and_again_are_gone_when_they_are_removed_once() -
     index.apply(batch(1, stored(CHAIN[50:70]), life=Life("w1", 1)))
     index.apply(batch(1, *[stored(CHAIN[:10])] * 31))
     index.apply(batch(2, removed(CHAIN[:10])))
-    index.retire(Life("w1", 1))
+    index.retire(Life("w1", 1), End.STOPPED)
     index.tidy()
 
     assert not index.is_cut(LIFE)
@@ -442,7 +464,7 @@ def test_what_was_left_out_is_asked_for_when_there_is_room() -> None:
     index.apply(batch(1, stored(CHAIN[:15])))
     assert not index.is_cut(LIFE)
 
-    index.retire(other)
+    index.retire(other, End.STOPPED)
     index.tidy()
     assert index.is_cut(LIFE)
     index.restore(LIFE, 1, [Change(DEVICE_BIT, True, pack(CHAIN[:15]))])

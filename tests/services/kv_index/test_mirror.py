@@ -5,7 +5,7 @@ from contextlib import aclosing
 import pytest
 from redis.asyncio import Redis
 
-from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, Life, blocks
+from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, End, Life, blocks
 from services.kv_index.index import Index
 from services.kv_index.mirror import Mirror
 from services.kv_index.store import Store
@@ -115,7 +115,7 @@ async def test_a_retired_life_leaves_the_copy(redis_url: str) -> None:
         assert life in [whole.life for whole in await store.load()]
 
         mirror.append(index.restore(life, 3, [Change(DEVICE_BIT, True, bytes(16))]))
-        index.retire(life)
+        index.retire(life, End.SILENT)
         mirror.retire(life)
         await mirror.write()
 

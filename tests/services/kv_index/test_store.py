@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, Life, blocks
+from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, End, Life, blocks
 from services.kv_index.holdings import Delta, Extent
 from services.kv_index.store import Store, StoreAway, StoreRefused
 from services.local.servers import free_port, redis_command
@@ -51,14 +51,28 @@ async def load(store: Store, worker_id: str) -> Copy | None:
     return None
 
 
-async def test_lives_that_are_left_out_are_remembered(store: Store, life: Life) -> None:
-    """A worker's id may hold any character."""
+async def test_lives_that_are_over_are_remembered(store: Store, life: Life) -> None:
+    """With the reason; a worker's id may hold any character."""
     other = Life(f"{life.worker_id}:b", EPOCH)
-    await store.note_refused([life, other], [])
-    assert {life, other} <= set(await store.refused())
+    await store.note_over({life: End.REFUSED, other: End.REFUSED})
+    await store.note_over({life: End.STOPPED})
 
-    await store.note_refused([], [life, other])
-    assert not {life, other} & set(await store.refused())
+    over = await store.over()
+    assert (over[life], over[other]) == (End.STOPPED, End.REFUSED)
+
+
+async def test_a_bounded_number_of_lives_that_are_over_is_remembered(
+    redis_server: LocalServer,
+) -> None:
+    """The oldest are forgotten: what is late of a life comes within seconds."""
+    async with aclosing(Store(f"redis://{redis_server.address}/0")) as store:
+        for first in (0, 5000):
+            lives = [Life(f"w-{first + number}", EPOCH) for number in range(5000)]
+            await store.note_over(dict.fromkeys(lives, End.STOPPED))
+
+        over = await store.over()
+        assert len(over) == 8192
+        assert over.keys() > set(lives)
 
 
 async def test_what_is_appended_is_loaded(store: Store, life: Life) -> None:
