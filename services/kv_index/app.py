@@ -141,6 +141,7 @@ class KvIndex:
             "refused_workers": sum(map(index.is_refused, self._heard_s)),
             "redis_up": not self._mirror.away_reason,
             "nats_up": self._bus.is_connected,
+            **index.counts,
             **self._repairs.counts,
             **self._watch.counts,
         }

@@ -126,6 +126,16 @@ class Index:
         """Lives whose digest disagrees with their own snapshot, at the place it was taken at."""
         return {holdings.life for holdings in self._workers.values() if holdings.is_doubted}
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """For the metrics: workers of which not all is known, and why."""
+        workers = self._workers.values()
+        return {
+            "cut_workers": sum(holdings.num_cut > 0 for holdings in workers),
+            "gap_workers": sum(holdings.has_gap for holdings in workers),
+            "drifted_workers": sum(holdings.is_drifted for holdings in workers),
+        }
+
     def is_cut(self, life: Life) -> bool:
         """Whether blocks of a life were left out, and there is room for them now.
 

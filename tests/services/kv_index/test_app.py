@@ -562,6 +562,50 @@ async def test_a_full_index_serves_what_it_has(
         assert (await figures(config))["cut_blocks_total"] >= 7
 
 
+async def test_trouble_shows_without_any_traffic(
+    config: KvIndexConfig, redis_server: LocalServer
+) -> None:
+    """A figure may be looked at when nobody works."""
+    own = replace(config, redis_url=f"redis://{redis_server.address}/0")
+
+    async def redis_up() -> object:
+        return (await figures(own)).get("redis_up")
+
+    async with serving(own):
+        await until(redis_up, 1)
+        redis_server.kill()
+        await until(redis_up, 0)
+        redis_server.start()
+        await until(redis_up, 1)
+
+
+async def test_a_worker_of_which_something_is_missing_shows_until_it_is_whole(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """Left out for room, lost and not replayed, or drifted: each has its figure."""
+    own = replace(config, redis_url=f"{config.redis_url[:-1]}4", max_blocks=8)
+    worker = FakeWorker(link, life)
+    names = ("cut_workers", "gap_workers", "drifted_workers")
+
+    async def missing() -> object:
+        seen = await figures(own)
+        return [seen.get(name) for name in names]
+
+    async with serving(own):
+        await worker.store(chain)
+        await until(missing, [1, 0, 0])
+        await worker.remove(chain[5:])
+        await until(missing, [0, 0, 0])
+        worker.digest = bytes(32)
+        await worker.beat()
+        await until(missing, [0, 0, 1])
+        worker.digest = None
+        await worker.beat()
+        await worker.store(chain[5:6], is_lost=True)
+        await worker.store(chain[6:7])
+        await until(missing, [0, 1, 0])
+
+
 async def test_redis_may_die_and_come_back_empty(
     config: KvIndexConfig,
     redis_server: LocalServer,
