@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from services.kv_index.events import TIER_BITS, Change, Life
-from services.kv_index.table import Changed, Table, digest_of
+from services.kv_index.table import Table, Tally, tally_of
 from shared.block_hash import HASH_BYTES
 
-_NONE = Changed(0, 0)
+_NONE = Tally(0, 0)
 
 
 class Extent(NamedTuple):
@@ -45,10 +45,9 @@ class Holdings:
     num_heals: int = 0  # snapshots taken because of that or a gap, since the two last agreed
     healed_at: int | None = None  # the place in its events of the last of them
     is_doubted: bool = False  # its digest disagrees with its own snapshot
-    num_blocks: dict[int, int] = field(default_factory=lambda: dict.fromkeys(TIER_BITS, 0))
-    digests: dict[int, int] = field(default_factory=lambda: dict.fromkeys(TIER_BITS, 0))
-    # By tier, what the worker holds and the full table had no room for.
-    left_out: dict[int, Changed] = field(default_factory=lambda: dict.fromkeys(TIER_BITS, _NONE))
+    # By tier: what the table has of it, and what it holds besides because the table was full.
+    held: dict[int, Tally] = field(default_factory=lambda: dict.fromkeys(TIER_BITS, _NONE))
+    left_out: dict[int, Tally] = field(default_factory=lambda: dict.fromkeys(TIER_BITS, _NONE))
 
     @property
     def num_cut(self) -> int:
@@ -58,13 +57,12 @@ class Holdings:
     @property
     def extent(self) -> Extent:
         """What the durable copy must have of it, at least."""
-        return Extent(self.sequence, sum(self.num_blocks.values()))
+        return Extent(self.sequence, sum(held.num_blocks for held in self.held.values()))
 
     def move(self, seat: int) -> None:
         """Hold nothing any more: nobody asks for the old seat's bits."""
         self.seat, self.is_drifted = seat, False
-        self.num_blocks = dict.fromkeys(TIER_BITS, 0)
-        self.digests = dict.fromkeys(TIER_BITS, 0)
+        self.held = dict.fromkeys(TIER_BITS, _NONE)
         self.left_out = dict.fromkeys(TIER_BITS, _NONE)
 
     @property
@@ -110,7 +108,7 @@ class Holdings:
     @property
     def _digest(self) -> bytes:
         """Of all that the worker has told, left out or not: a full table hides no drift."""
-        device, host = (self.digests[bit] ^ self.left_out[bit].digest for bit in TIER_BITS)
+        device, host = (self.held[bit].plus(self.left_out[bit]).digest for bit in TIER_BITS)
         return (device | host << 8 * HASH_BYTES).to_bytes(2 * HASH_BYTES, "little")
 
     def _play(self, table: Table, change: Change) -> Change:
@@ -119,17 +117,15 @@ class Holdings:
             if len(packed) > table.num_left * HASH_BYTES:
                 # The newest are left out: they are tails, and tails without heads are never found.
                 packed, cut = table.fitting(packed)
-                num_cut, cut_digest = self.left_out[bit]
-                self.left_out[bit] = Changed(num_cut + cut.num_blocks, cut_digest ^ cut.digest)
-            num_blocks, digest = table.add(self.seat, bit, packed)
-            self.num_blocks[bit] += num_blocks
+                self.left_out[bit] = self.left_out[bit].plus(cut)
+            self.held[bit] = self.held[bit].plus(table.add(self.seat, bit, packed))
         else:
-            num_blocks, digest = table.discard(self.seat, bit, packed)
-            self.num_blocks[bit] -= num_blocks
-            num_cut, cut_digest = self.left_out[bit]
-            if num_cut:  # what leaves the worker and was not here had been left out
-                cut_digest ^= digest ^ digest_of(packed)
-                num_cut -= len(packed) // HASH_BYTES - num_blocks
-                self.left_out[bit] = Changed(max(1, num_cut), cut_digest) if cut_digest else _NONE
-        self.digests[bit] ^= digest
+            gone = table.discard(self.seat, bit, packed)
+            self.held[bit] = self.held[bit].minus(gone)
+            if self.left_out[bit].num_blocks:
+                # What leaves the worker and was not here had been left out.
+                left = self.left_out[bit].minus(tally_of(packed).minus(gone))
+                self.left_out[bit] = Tally(max(1, left.num_blocks), left.digest)
+                if not left.digest:  # also where a worker told of a block twice
+                    self.left_out[bit] = _NONE
         return change._replace(packed=packed)
