@@ -158,13 +158,12 @@ class Mirror:
     async def _agree_who_is_over(self) -> None:
         """A goodbye, or a batch that is not understood, may reach one replica and not another."""
         copied = await self._store.over()
-        known = self._index.over
+        known, followed = self._index.over, self._index.sequences
         self._over.update(
             life for life, end in known.items() if copied.get(life) not in (end, End.STOPPED)
         )
         for life, end in copied.items():
-            is_followed = life in self._index.sequences
-            if is_followed or (end is End.STOPPED and self._index.is_refused(life)):
+            if life in followed or (end is End.STOPPED and self._index.is_refused(life)):
                 logger.warning("worker %s is over: another replica says %s", life.worker_id, end)
                 ended = self._index.retire(life, end)
                 if ended is not None:

@@ -427,11 +427,17 @@ def test_blocks_left_out_again_and_again_are_gone_when_they_are_removed_once() -
     assert index.num_cut == 310, "a counter: it never falls"
 
 
+def snapshot_of(journal: BlockJournal, life: Life) -> pb.BlockSnapshot:
+    worker = pb.WorkerRef(worker_id=life.worker_id, epoch=life.epoch)
+    return journal.replay(pb.ReplayRequest(worker=worker)).snapshot
+
+
 @given(STEPS_OF_TWO)
 @settings(deadline=None)
 def test_a_true_digest_agrees_however_much_was_left_out(
     steps: list[tuple[int, str, pb.Tier, list[BlockHash]]],
 ) -> None:
+    """And then nothing is found that is not there."""
     index = Index(max_blocks=5)
     lives = [Life("w0", 1), Life("w1", 1)]
     journals = [BlockJournal(pb.WorkerRef(worker_id=life.worker_id, epoch=1)) for life in lives]
@@ -444,8 +450,7 @@ def test_a_true_digest_agrees_however_much_was_left_out(
         elif kind == "cleared":
             journal.cleared()
         else:
-            asked = pb.ReplayRequest(worker=pb.WorkerRef(worker_id=life.worker_id, epoch=1))
-            snapshot = journal.replay(asked).snapshot
+            snapshot = snapshot_of(journal, life)
             index.restore(life, snapshot.sequence, snapshot_changes(snapshot))
         if (message := journal.commit()) is not None:
             index.apply(message)
@@ -454,7 +459,11 @@ def test_a_true_digest_agrees_however_much_was_left_out(
         index.heartbeat(life, heartbeat.event_sequence, heartbeat.block_digest)
 
         assert not any(index.is_drifted(each) for each in lives)
-    assert index.num_blocks <= 5
+        assert index.num_blocks <= 5
+        whole = index.whole(life)
+        assert whole is not None
+        truth = blocks(snapshot_changes(snapshot_of(journal, life)))
+        assert all(truth.get(key, 0) & bits == bits for key, bits in blocks(whole.changes).items())
 
 
 def test_what_was_left_out_is_asked_for_when_there_is_room() -> None:
