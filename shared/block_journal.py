@@ -1,7 +1,8 @@
 """A worker's side of the block events: number them, keep the latest, replay or summarise them.
 
-Pure: the caller publishes what `commit` returns and answers replay requests with `replay`. Prefill
-and decode share it, so that sequence numbers, gaps and snapshots mean one thing.
+Every event is a change, no block is told twice: so an index can follow the digest of blocks that it
+has no room for. Pure: the caller publishes what `commit` returns and answers replay requests with
+`replay`. Prefill and decode share it, so that sequence numbers, gaps and snapshots mean one thing.
 """
 
 from collections import deque
@@ -38,27 +39,25 @@ class BlockJournal:
         heartbeat.block_digest = self._digest
 
     def stored(self, tier: pb.Tier, hashes: Sequence[BlockHash]) -> None:
-        """These blocks are now found in `tier`."""
-        if hashes:
-            held = self._held[tier]
-            for block_hash in hashes:
-                if block_hash not in held:
-                    held[block_hash] = None
-                    self._digests[tier] ^= _number(block_hash)
-            num_tokens = len(hashes) * BLOCK_TOKENS
-            packed = pack(hashes)
-            event = pb.BlocksStored(tier=tier, block_hashes=packed, num_tokens=num_tokens)
+        """These blocks are now found in `tier`; told of those that were not before."""
+        held = self._held[tier]
+        new = [block_hash for block_hash in dict.fromkeys(hashes) if block_hash not in held]
+        if new:
+            held.update(dict.fromkeys(new))
+            self._turn(tier, new)
+            num_tokens = len(new) * BLOCK_TOKENS
+            event = pb.BlocksStored(tier=tier, block_hashes=pack(new), num_tokens=num_tokens)
             self._pending.append(pb.BlockEvent(stored=event))
 
     def removed(self, tier: pb.Tier, hashes: Sequence[BlockHash]) -> None:
-        """The last copy of these blocks has left `tier`."""
-        if hashes:
-            held = self._held[tier]
-            for block_hash in hashes:
-                if block_hash in held:
-                    del held[block_hash]
-                    self._digests[tier] ^= _number(block_hash)
-            event = pb.BlocksRemoved(tier=tier, block_hashes=pack(hashes))
+        """The last copy of these blocks has left `tier`; told of those that were there."""
+        held = self._held[tier]
+        gone = [block_hash for block_hash in dict.fromkeys(hashes) if block_hash in held]
+        if gone:
+            for block_hash in gone:
+                del held[block_hash]
+            self._turn(tier, gone)
+            event = pb.BlocksRemoved(tier=tier, block_hashes=pack(gone))
             self._pending.append(pb.BlockEvent(removed=event))
 
     def cleared(self) -> None:
@@ -101,6 +100,6 @@ class BlockJournal:
         )
         return pb.ReplayReply(snapshot=snapshot)
 
-
-def _number(block_hash: BlockHash) -> int:
-    return int.from_bytes(block_hash, "little")
+    def _turn(self, tier: pb.Tier, hashes: Sequence[BlockHash]) -> None:
+        for block_hash in hashes:
+            self._digests[tier] ^= int.from_bytes(block_hash, "little")

@@ -11,7 +11,7 @@ from contextlib import aclosing, asynccontextmanager
 
 from services.kv_index import events
 from services.kv_index.config import KvIndexConfig
-from services.kv_index.events import Life
+from services.kv_index.events import End, Life
 from services.kv_index.index import Index
 from services.kv_index.mirror import Mirror
 from services.kv_index.repair import Repairs
@@ -37,9 +37,11 @@ class KvIndex:
         self._mirror = mirror
         self._watch = watch
         self._repairs = Repairs(bus, index, mirror, self._refuse)
-        self._heard_s: dict[Life, float] = {}
+        # Of those refused, whoever has been heard of lately: who is gone is no alarm.
+        self._heard_s = dict.fromkeys(filter(index.is_refused, index.over), time.monotonic())
         self._num_lookups = 0
         self._num_late = 0
+        self._num_refused = 0
         self._summary = "starting"
         self._metrics: Mapping[str, float] = {}
 
@@ -72,7 +74,7 @@ class KvIndex:
         """Learn of new lives, of lost tails, of drift, and of workers that stop."""
         life = events.life_of(heartbeat.worker)
         if heartbeat.state == pb.SERVICE_STATE_STOPPED:
-            self._retire(life)
+            self._end(life, End.STOPPED)
             return
         if self._is_left_out(life):
             return
@@ -103,7 +105,7 @@ class KvIndex:
             self._forget_silent(time.monotonic(), forget_after_s)
             self._index.tidy()
             self._watch.note_doubted(self._index.doubted)
-            self._mirror.note_refused(self._watch.refused)
+            self._watch.keep(self._index.sequences)
             self._measure()
             await asyncio.sleep(_SWEEP_S)
 
@@ -112,14 +114,17 @@ class KvIndex:
         await self._repairs.stop()
 
     def _forget_silent(self, now_s: float, forget_after_s: float) -> None:
+        followed = self._index.sequences
+        heard_s = dict.fromkeys(followed, now_s)
+        for life, at_s in self._heard_s.items():
+            if life in followed or self._index.is_refused(life):
+                heard_s[life] = at_s if self._bus.is_connected else now_s
         self._heard_s = {
-            life: self._heard_s.get(life, now_s) if self._bus.is_connected else now_s
-            for life in (*self._index.sequences, *self._watch.refused)
+            life: at_s for life, at_s in heard_s.items() if now_s - at_s <= forget_after_s
         }
-        for life, heard_s in list(self._heard_s.items()):
-            if now_s - heard_s > forget_after_s:
-                logger.info("forgetting worker %s: silent", life.worker_id)
-                self._retire(life, may_return=True)
+        for life in followed.keys() - self._heard_s.keys():
+            logger.info("forgetting worker %s: silent", life.worker_id)
+            self._end(life, End.SILENT)
 
     def _measure(self) -> None:
         index, num_workers = self._index, len(self._index.sequences)
@@ -132,32 +137,41 @@ class KvIndex:
             "broken_chains_total": index.num_broken_chains,
             "lookups_total": self._num_lookups,
             "late_total": self._num_late,
+            "refused_total": self._num_refused,
+            "refused_workers": sum(map(index.is_refused, self._heard_s)),
             "redis_up": not self._mirror.away_reason,
             "nats_up": self._bus.is_connected,
+            **index.counts,
             **self._repairs.counts,
             **self._watch.counts,
         }
         self._metrics = {f"farspan_kv_index_{name}": value for name, value in figures.items()}
 
     def _refuse(self, life: Life, error: BadRequest) -> None:
-        self._retire(life)
-        self._watch.refuse(life, str(error))
-        self._mirror.note_refused(self._watch.refused)
+        logger.error("worker %s is left out until it starts again: %s", life.worker_id, error)
+        self._end(life, End.REFUSED)
+        self._note_refused(life)
 
     def _is_left_out(self, life: Life) -> bool:
         """Whether a message is of a refused life, or of a past one; each counts."""
-        if self._watch.is_refused(life):
-            self._heard_s[life] = time.monotonic()
-            return True
-        is_late = self._index.is_over(life)
-        self._num_late += is_late
-        return is_late
+        if not self._index.is_over(life):
+            return False
+        if self._index.is_refused(life):
+            self._note_refused(life)
+        else:
+            self._num_late += 1
+        return True
 
-    def _retire(self, life: Life, *, may_return: bool = False) -> None:
-        self._watch.forget(life)
-        ended = self._index.retire(life, may_return=may_return)
+    def _note_refused(self, life: Life) -> None:
+        self._heard_s[life] = time.monotonic()
+        self._num_refused += 1
+
+    def _end(self, life: Life, end: End) -> None:
+        ended = self._index.retire(life, end)
         if ended is not None:
             self._mirror.retire(ended)
+        if end is not End.SILENT:
+            self._mirror.note_over(life)
 
 
 def answer(index: Index, query: pb.PrefixQuery) -> pb.PrefixHits:
@@ -193,7 +207,7 @@ async def serve(config: KvIndexConfig) -> AsyncIterator[int]:
     ):
         watch = Watch(config.mute_after_s)
         try:
-            await _load(index, store, watch)
+            await _load(index, store, mirror)
         except StoreAway as error:
             if config.redis_required or isinstance(error, StoreRefused):
                 raise ConfigError(f"no Redis at {store.place}: {error}") from error
@@ -215,14 +229,14 @@ async def serve(config: KvIndexConfig) -> AsyncIterator[int]:
         await _flush(mirror)
 
 
-async def _load(index: Index, store: Store, watch: Watch) -> None:
-    """Start with what the last process knew. Raises StoreAway."""
+async def _load(index: Index, store: Store, mirror: Mirror) -> None:
+    """Start with what the last process knew, and other replicas know. Raises StoreAway."""
     lives = await store.load()
-    for refused in await store.refused():
-        index.retire(refused)
-        watch.refuse(refused, "another replica, or the process before this one, decided so")
+    for over, end in (await store.over()).items():
+        index.retire(over, end)
     for life in lives:
-        index.restore(life.life, life.sequence, life.changes)
+        if index.restore(life.life, life.sequence, life.changes) is None:  # it is over
+            mirror.retire(life.life)
     logger.info("loaded %d blocks of %d workers", index.num_blocks, len(lives))
 
 

@@ -4,6 +4,7 @@ Knows the wire and tier bits; keeps no state.
 """
 
 from collections.abc import Iterable
+from enum import StrEnum
 from typing import NamedTuple
 
 from shared import farspan_pb2 as pb
@@ -21,6 +22,14 @@ class Life(NamedTuple):
 
     worker_id: str
     epoch: int
+
+
+class End(StrEnum):
+    """Why a life is no longer followed."""
+
+    SILENT = "silent"  # it may return
+    STOPPED = "stopped"  # it said so
+    REFUSED = "refused"  # it said something that is not understood
 
 
 class Change(NamedTuple):

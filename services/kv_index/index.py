@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from services.kv_index import events, search
-from services.kv_index.events import Change, Cleared, Life
-from services.kv_index.holdings import Delta, Holdings
+from services.kv_index.events import Change, Cleared, End, Life
+from services.kv_index.holdings import Delta, Extent, Holdings
 from services.kv_index.search import Holders
 from services.kv_index.table import Table
 from shared import farspan_pb2 as pb
 from shared.block_hash import HASH_BYTES
 
 _MAX_KNOWN_SETS = 4096
+_NEVER = (0, End.SILENT)
 _MAX_OVER = 4096  # workers that are gone; what is late of them comes within seconds
 # Of the table: with less room whole workers are not asked for again, with more they always are.
 _ROOM_AGAIN, _ENOUGH_ROOM = 0.1, 0.5
@@ -37,7 +38,7 @@ class Index:
         self._table = Table(max_blocks)
         self.max_blocks = max_blocks
         self._workers: dict[str, Holdings] = {}
-        self._over: dict[str, int] = {}  # worker id -> the last epoch that is over, oldest first
+        self._over: dict[str, tuple[int, End]] = {}  # worker id -> its last end, oldest first
         self._free_seats = list(reversed(range(self._table.num_seats)))
         self._left_seats: list[int] = []  # whose bits still stand in the table
         self._at_bits: dict[int, tuple[int, Life]] = {}  # seat's bit -> rank among lives, life
@@ -50,6 +51,11 @@ class Index:
     def sequences(self) -> dict[Life, int]:
         """The last applied batch of every worker's current life, 0 before the first."""
         return {holdings.life: holdings.sequence for holdings in self._workers.values()}
+
+    @property
+    def extents(self) -> dict[Life, Extent]:
+        """How much is known of every worker's current life."""
+        return {holdings.life: holdings.extent for holdings in self._workers.values()}
 
     def sequence(self, life: Life) -> int:
         """The last applied batch of a life; 0 before the first, and if it is not known."""
@@ -89,21 +95,19 @@ class Index:
         """Note how far a worker says it is; the delta is given if its life begins with this.
 
         Events and heartbeats arrive on separate subscriptions, so a heartbeat may be ahead for a
-        moment. What the one before it claimed and has still not arrived is lost.
+        moment: only the next one shows a loss.
         """
         before = self._workers.get(life.worker_id)
         holdings = self._current(life)
         if holdings is None:
             return None
-        holdings.announced = max(holdings.announced, holdings.claimed)
-        holdings.claimed, holdings.claimed_digest = event_sequence, digest
-        holdings.compare()
+        holdings.claim(event_sequence, digest)
         return self.whole(life) if holdings is not before else None
 
     def first_missing(self, life: Life) -> int | None:
         """The sequence from which `life` must replay; None if nothing is known to be lost."""
         holdings = self._known(life)
-        if holdings is None or holdings.sequence >= holdings.announced:
+        if holdings is None or not holdings.has_gap:
             return None
         return holdings.sequence + 1
 
@@ -113,7 +117,7 @@ class Index:
         return holdings is not None and holdings.is_drifted
 
     def num_heals(self, life: Life) -> int:
-        """Snapshots taken of a life because it had drifted, since its digest last agreed."""
+        """Snapshots taken of a life because of drift or a gap, since its claims last agreed."""
         holdings = self._known(life)
         return 0 if holdings is None else holdings.num_heals
 
@@ -121,6 +125,16 @@ class Index:
     def doubted(self) -> set[Life]:
         """Lives whose digest disagrees with their own snapshot, at the place it was taken at."""
         return {holdings.life for holdings in self._workers.values() if holdings.is_doubted}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """For the metrics: workers of which not all is known, and why."""
+        workers = self._workers.values()
+        return {
+            "cut_workers": sum(holdings.num_cut > 0 for holdings in workers),
+            "gap_workers": sum(holdings.has_gap for holdings in workers),
+            "drifted_workers": sum(holdings.is_drifted for holdings in workers),
+        }
 
     def is_cut(self, life: Life) -> bool:
         """Whether blocks of a life were left out, and there is room for them now.
@@ -139,11 +153,11 @@ class Index:
         holdings = self._current(life)
         if holdings is None or sequence < holdings.sequence:
             return None
-        was_drifted = holdings.is_drifted
+        is_heal = holdings.is_drifted or holdings.has_gap
         self._reseat(holdings)
         played = self._play(holdings, changes)
         holdings.sequence = sequence
-        if was_drifted:
+        if is_heal:
             holdings.heal()
         holdings.compare()
         return Delta(life, None, sequence, tuple(played))
@@ -158,20 +172,32 @@ class Index:
         holdings = self._workers.get(life.worker_id)
         if holdings is not None and holdings.life.epoch > life.epoch:
             return True
-        return life.epoch <= self._over.get(life.worker_id, 0)
+        epoch, _ = self._over.get(life.worker_id, _NEVER)
+        return life.epoch <= epoch
 
-    def retire(self, life: Life, *, may_return: bool = False) -> Life | None:
+    def is_refused(self, life: Life) -> bool:
+        """Whether a life is over because it was refused, and the worker has begun no other."""
+        is_last = life.worker_id not in self._workers
+        return is_last and self._over.get(life.worker_id) == (life.epoch, End.REFUSED)
+
+    @property
+    def over(self) -> dict[Life, End]:
+        """Every worker's last life that is over for good, as far as is remembered."""
+        return {Life(worker_id, epoch): end for worker_id, (epoch, end) in self._over.items()}
+
+    def retire(self, life: Life, end: End) -> Life | None:
         """Forget a worker, and unless it may return hear nothing more of this or an older life.
 
         Returns the life that ended; None if the worker is not known or has begun a later one.
         """
-        if self.is_over(life):
+        holdings = self._workers.get(life.worker_id)
+        if holdings is not None and holdings.life.epoch > life.epoch:
             return None
-        if not may_return:
-            self._note_over(life.worker_id, life.epoch)
-        holdings = self._workers.pop(life.worker_id, None)
+        if end is not End.SILENT:
+            self._note_over(life, end)
         if holdings is None:
             return None
+        del self._workers[life.worker_id]
         self._left_seats.append(holdings.seat)
         self._seats_changed()
         return holdings.life
@@ -211,7 +237,7 @@ class Index:
             self.tidy()  # the dead make room first
         before = holdings.num_cut
         played = holdings.play(self._table, changes)
-        self.num_cut += holdings.num_cut - before
+        self.num_cut += max(0, holdings.num_cut - before)
         return played
 
     def _known(self, life: Life) -> Holdings | None:
@@ -230,8 +256,10 @@ class Index:
             self._seats_changed()
         return holdings
 
-    def _note_over(self, worker_id: str, epoch: int) -> None:
-        self._over[worker_id] = max(epoch, self._over.pop(worker_id, 0))
+    def _note_over(self, life: Life, end: End) -> None:
+        last = self._over.pop(life.worker_id, _NEVER)
+        is_news = life.epoch > last[0] or (life.epoch == last[0] and end is End.STOPPED)
+        self._over[life.worker_id] = (life.epoch, end) if is_news else last
         if len(self._over) > _MAX_OVER:
             del self._over[next(iter(self._over))]
 

@@ -1,8 +1,8 @@
 """Keeps the Redis copy close behind the index, without ever making the index wait.
 
 While Redis is away nothing queues up: who changed is noted, and written whole when it is back. A
-comparison of sequences, after every failure and now and then, finds the workers whose copy has
-fallen behind or lost data all the same; they are written whole too.
+comparison of sequences and numbers of blocks, after every failure and now and then, finds the
+workers whose copy has fallen behind or lost keys all the same; they are written whole too.
 """
 
 import asyncio
@@ -10,8 +10,8 @@ import logging
 from collections import deque
 from contextlib import suppress
 
-from services.kv_index.events import Life
-from services.kv_index.holdings import Delta
+from services.kv_index.events import End, Life
+from services.kv_index.holdings import Delta, Extent
 from services.kv_index.index import Index
 from services.kv_index.store import Store, StoreAway
 
@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 1024  # deltas; beyond it, writing whole lives is cheaper than catching up
 _RETRY_S = 0.5
+_NOTHING = Extent(-1, 0)
 
 
 class Mirror:
@@ -31,9 +32,7 @@ class Mirror:
         self._waiting: deque[Delta] = deque()
         self._retired: deque[Life] = deque()
         self._behind: set[Life] = set()
-        self._refused: set[Life] = set()
-        self._no_more_refused: set[Life] = set()  # but in the copy, perhaps
-        self._must_write_refused = False
+        self._over: set[Life] = set()  # not yet in the copy
         self._work = asyncio.Event()
         self._next_check_s = 0.0
         self._away_reason = ""
@@ -61,19 +60,15 @@ class Mirror:
         self._retired.append(life)
         self._work.set()
 
-    def note_refused(self, refused: set[Life]) -> None:
-        """These lives, and no others, are left out: the next process must not begin with them."""
-        if refused == self._refused:
-            return
-        self._no_more_refused = (self._no_more_refused | self._refused) - refused
-        self._refused = refused
-        self._must_write_refused = True
+    def note_over(self, life: Life) -> None:
+        """This life is over for good: no replica, now or later, may follow it."""
+        self._over.add(life)
         self._work.set()
 
     def note_away(self, reason: str) -> None:
         """Redis does not answer: nothing queues up, and the copy is compared when it does."""
         self._give_up_waiting()
-        self._must_write_refused = True  # it may come back empty
+        self._over.clear()
         self._next_check_s = 0.0
         if not self._away_reason:
             logger.error("Redis is away, serving from memory: %s", reason)
@@ -84,7 +79,7 @@ class Mirror:
         while True:
             try:
                 if self._away_reason:
-                    await self._store.sequences([])  # whole lives are not gathered for nobody
+                    await self._store.extents([])  # whole lives are not gathered for nobody
                 await self.write()
                 await self._compare()
                 self._note_back()
@@ -103,8 +98,8 @@ class Mirror:
             if self._retired:
                 await self._store.retire(self._retired[0])
                 self._retired.popleft()
-            elif self._must_write_refused:
-                await self._write_refused()
+            elif self._over:
+                await self._write_over()
             elif self._waiting:
                 await self._write_step(self._waiting.popleft())
             elif self._behind:
@@ -112,11 +107,10 @@ class Mirror:
             else:
                 return
 
-    async def _write_refused(self) -> None:
-        refused, no_more = self._refused, self._no_more_refused
-        await self._store.note_refused(refused, no_more)
-        if (refused, no_more) == (self._refused, self._no_more_refused):
-            self._must_write_refused, self._no_more_refused = False, set()
+    async def _write_over(self) -> None:
+        lives, over = set(self._over), self._index.over
+        await self._store.note_over({life: over[life] for life in lives if life in over})
+        self._over -= lives
 
     async def _write_step(self, delta: Delta) -> None:
         if delta.life in self._behind:
@@ -150,14 +144,30 @@ class Mirror:
         now_s = asyncio.get_running_loop().time()
         if now_s < self._next_check_s:
             return
-        written = self._index.sequences  # right after a write: what comes meanwhile is not meant
-        copied = await self._store.sequences(list(written))
-        self._behind.update(life for life, sequence in written.items() if copied[life] < sequence)
+        written = self._index.extents  # right after a write: what comes meanwhile is not meant
+        copied = await self._store.extents(written)
+        self._behind.update(
+            life for life, extent in written.items() if copied.get(life, _NOTHING) < extent
+        )
         if self._behind:
             logger.info("writing %d workers whole: their copy was behind", len(self._behind))
-        self._must_write_refused |= bool(self._refused)
+        await self._agree_who_is_over()
         await self.write()
         self._next_check_s = now_s + self._check_interval_s
+
+    async def _agree_who_is_over(self) -> None:
+        """A goodbye, or a batch that is not understood, may reach one replica and not another."""
+        copied = await self._store.over()
+        known, followed = self._index.over, self._index.sequences
+        self._over.update(
+            life for life, end in known.items() if copied.get(life) not in (end, End.STOPPED)
+        )
+        for life, end in copied.items():
+            if life in followed or (end is End.STOPPED and self._index.is_refused(life)):
+                logger.warning("worker %s is over: another replica says %s", life.worker_id, end)
+                ended = self._index.retire(life, end)
+                if ended is not None:
+                    self.retire(ended)
 
     def _note_back(self) -> None:
         if self._away_reason:

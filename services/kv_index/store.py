@@ -3,11 +3,12 @@
 farspan:kv:v2:epochs                      hash    worker id -> epoch; what is not here is not valid
 farspan:kv:v2:life:{id}:{epoch}:sequence  string  the last batch that is in the sets
 farspan:kv:v2:life:{id}:{epoch}:{tier}    set     block hashes in `device` or `host`
-farspan:kv:v2:refused                     set     {epoch}:{id} of lives that are left out
+farspan:kv:v2:over                        zset    {epoch}:{end}:{id}, and when that was written
 """
 
 import asyncio
 import ssl
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -23,19 +24,20 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, Life
-from services.kv_index.holdings import Delta
+from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, End, Life
+from services.kv_index.holdings import Delta, Extent
 from shared.block_hash import HASH_BYTES
 from shared.redis_link import open_redis, place
 
 _EPOCHS = "farspan:kv:v2:epochs"
-_REFUSED = "farspan:kv:v2:refused"
+_OVER = "farspan:kv:v2:over"
 _TIERS = {DEVICE_BIT: "device", HOST_BIT: "host"}
 _SCAN_COUNT = 4096
 _TIMEOUT_S = 5.0
 _CONNECT_S = 1.0
 _KEEP_S = 86_400  # a life that no kv_index has followed for a day is only in the way
 _STAGE_S = 60
+_MAX_OVER = 8192
 _PART_BYTES = 4096 * HASH_BYTES  # a command of this size keeps Redis from others for about 1 ms
 
 # Replicas of kv_index follow the same workers at different speeds. A step is taken only on exactly
@@ -142,37 +144,47 @@ class Store:
         """Remove a life, and its worker unless another life has begun."""
         await _run(self._retire, _keys(life), [life.worker_id, _digits(life.epoch)])
 
-    async def refused(self) -> list[Life]:
-        """Lives that a kv_index leaves out."""
+    async def over(self) -> dict[Life, End]:
+        """The last lives that are over for good, oldest first."""
         async with _answering():
-            members = await self._redis.smembers(_REFUSED)
-        parts = (member.decode().split(":", 1) for member in members)
-        return [Life(worker_id, int(epoch)) for epoch, worker_id in parts]
+            members = await self._redis.zrange(_OVER, 0, -1)
+        over: dict[Life, End] = {}
+        for member in members:
+            epoch, end, worker_id = member.decode().split(":", 2)
+            over[Life(worker_id, int(epoch))] = End(end)
+        return over
 
-    async def note_refused(self, begun: Iterable[Life], ended: Iterable[Life]) -> None:
-        """Remember that these lives are left out, and forget it of those."""
+    async def note_over(self, over: Mapping[Life, End]) -> None:
+        """Remember that these lives are over; one that was refused may have stopped since."""
         async with _answering():
             pipeline = self._redis.pipeline(transaction=False)
-            for life in begun:
-                pipeline.sadd(_REFUSED, f"{_digits(life.epoch)}:{life.worker_id}")
-            for life in ended:
-                pipeline.srem(_REFUSED, f"{_digits(life.epoch)}:{life.worker_id}")
-            pipeline.expire(_REFUSED, _KEEP_S)
+            for life, end in over.items():
+                pipeline.zrem(_OVER, _over_member(life, End.REFUSED))
+                pipeline.zadd(_OVER, {_over_member(life, end): time.time()})
+            pipeline.zremrangebyrank(_OVER, 0, -_MAX_OVER - 1)
+            pipeline.expire(_OVER, _KEEP_S)
             await pipeline.execute()
 
-    async def sequences(self, lives: Sequence[Life]) -> dict[Life, int]:
-        """How far the copy is with each life, which is kept for another day; 0 if not known."""
+    async def extents(self, lives: Iterable[Life]) -> dict[Life, Extent]:
+        """How much the copy has of the lives that are valid in it; they are kept for another day.
+
+        In one transaction: what others write meanwhile is not taken for a loss.
+        """
         async with _answering():
-            pipeline = self._redis.pipeline(transaction=False)
+            pipeline = self._redis.pipeline(transaction=True)
+            pipeline.hgetall(_EPOCHS)  # also with no lives this shows whether Redis is there
             for life in lives:
-                _, sequence, *tiers = _keys(life)
-                for key in tiers:
-                    pipeline.expire(key, _KEEP_S)
-                pipeline.getex(sequence, ex=_KEEP_S)
-            # Also with no lives this shows whether Redis is there.
-            pipeline.expire(_REFUSED, _KEEP_S)
-            answers = await pipeline.execute()
-        return {life: int(answer or 0) for life, answer in zip(lives, answers[2::3], strict=False)}
+                _, sequence, device, host = _keys(life)
+                pipeline.getex(sequence, ex=_KEEP_S).scard(device).scard(host)
+                pipeline.expire(device, _KEEP_S).expire(host, _KEEP_S)
+            epochs, *answers = await pipeline.execute()
+        return {
+            life: Extent(int(sequence or 0), num_device + num_host)
+            for life, sequence, num_device, num_host in zip(
+                lives, answers[::5], answers[1::5], answers[2::5], strict=True
+            )
+            if epochs.get(life.worker_id.encode()) == _digits(life.epoch).encode()
+        }
 
     async def _take_over(self, delta: Delta) -> None:
         """Write aside in parts, so that others are served in between; then swap in one step."""
@@ -252,6 +264,10 @@ def _head(life: Life) -> list[str | bytes]:
 
 def _key_prefix(worker_id: str) -> str:
     return f"farspan:kv:v2:life:{worker_id}:"
+
+
+def _over_member(life: Life, end: End) -> str:
+    return f"{_digits(life.epoch)}:{end}:{life.worker_id}"
 
 
 def _split(packed: bytes) -> Iterable[bytes]:

@@ -33,11 +33,19 @@ class Columns(NamedTuple):
     planes: list[memoryview]  # of masks
 
 
-class Changed(NamedTuple):
-    """Blocks whose bit was turned by one call: how many, and all of them XORed."""
+class Tally(NamedTuple):
+    """Different blocks: how many, and all of them XORed."""
 
     num_blocks: int
     digest: int
+
+    def plus(self, others: "Tally") -> "Tally":
+        """Together with others."""
+        return Tally(self.num_blocks + others.num_blocks, self.digest ^ others.digest)
+
+    def minus(self, some: "Tally") -> "Tally":
+        """Without some of them."""
+        return Tally(self.num_blocks - some.num_blocks, self.digest ^ some.digest)
 
 
 class Table:
@@ -82,8 +90,8 @@ class Table:
         """For searches; valid until the next change of the table."""
         return self._columns
 
-    def add(self, seat: int, tier_bit: int, packed: bytes) -> Changed:
-        """Set a seat's bit for these blocks. There must be room for all of them."""
+    def add(self, seat: int, tier_bit: int, packed: bytes) -> Tally:
+        """Set a seat's bit for these blocks; there must be room for all. Returns whose was not."""
         low, high = _words(packed)
         plane, bit = self._place(seat, tier_bit)
         at, entries, is_there = self._find(low, high)
@@ -97,10 +105,10 @@ class Table:
             if self._rehash_for(new.size):
                 at, _, _ = self._find(low, high)
             fresh = np.concatenate((fresh, self._insert(at, low, high, plane, bit)))
-        return self._changed(fresh)
+        return self._tally(fresh)
 
-    def fitting(self, packed: bytes) -> tuple[bytes, int]:
-        """These hashes as far as there is room for them, and how many different ones are left out.
+    def fitting(self, packed: bytes) -> tuple[bytes, Tally]:
+        """These hashes as far as there is room for them, and the different ones left out.
 
         What is in the table needs no room. Of the new ones the first are kept.
         """
@@ -111,20 +119,21 @@ class Table:
         low, high = low[new[order]], high[new[order]]
         is_first = np.concatenate(([True], (low[1:] != low[:-1]) | (high[1:] != high[:-1])))
         distinct = np.sort(new[order[is_first[: new.size]]])
-        is_there[distinct[: self.num_left]] = True
-        kept = np.frombuffer(packed, "<u8").reshape(-1, 2)[is_there]
-        return kept.tobytes(), max(0, distinct.size - self.num_left)
+        kept, cut = np.split(distinct, [self.num_left])
+        is_there[kept] = True
+        words = np.frombuffer(packed, "<u8").reshape(-1, 2)
+        return words[is_there].tobytes(), tally_of(words[cut].tobytes())
 
-    def discard(self, seat: int, tier_bit: int, packed: bytes) -> Changed:
-        """Clear a seat's bit for these blocks."""
+    def discard(self, seat: int, tier_bit: int, packed: bytes) -> Tally:
+        """Clear a seat's bit for these blocks; returns those that had it."""
         plane, bit = self._place(seat, tier_bit)
         _, entries, is_there = self._find(*_words(packed))
         entries = entries[is_there]
         had = _distinct(entries[(plane[entries] & bit) != 0])
         plane[had] &= ~bit
-        changed = self._changed(had)
+        gone = self._tally(had)
         self._give_back(had[~self._is_held(had)])
-        return changed
+        return gone
 
     def held(self, seat: int, tier_bit: int) -> bytes:
         """All blocks that have a seat's bit, packed, in order of arrival as far as is known."""
@@ -262,10 +271,17 @@ class Table:
             self._free.append(entries.astype(np.int64))
             self._num_free += entries.size
 
-    def _changed(self, entries: I64) -> Changed:
+    def _tally(self, entries: I64) -> Tally:
         low = np.bitwise_xor.reduce(self._low[entries])
         high = np.bitwise_xor.reduce(self._high[entries])
-        return Changed(entries.size, int(low) | int(high) << 64)
+        return Tally(entries.size, int(low) | int(high) << 64)
+
+
+def tally_of(packed: bytes) -> Tally:
+    """These hashes, which must be different."""
+    words = np.frombuffer(packed, "<u8").reshape(-1, 2)
+    low, high = np.bitwise_xor.reduce(words, axis=0)
+    return Tally(len(words), int(low) | int(high) << 64)
 
 
 def _words(packed: bytes) -> tuple[U64, U64]:

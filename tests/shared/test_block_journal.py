@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from services.kv_index.events import Life, blocks, snapshot_changes
 from services.kv_index.index import Index
 from shared import farspan_pb2 as pb
-from shared.block_hash import BlockHash
+from shared.block_hash import BlockHash, pack
 from shared.block_journal import BlockJournal
 from shared.errors import WorkerLost
 
@@ -40,6 +40,25 @@ def test_batches_are_numbered_without_holes_and_only_when_there_is_something_to_
     assert first is not None and second is not None and nothing is None
     assert (first.sequence, second.sequence, journal.sequence) == (1, 2, 2)
     assert [event.WhichOneof("event") for event in first.events] == ["stored"]
+
+
+def test_only_changes_are_told() -> None:
+    """An index follows by them the digest of blocks that it has no room for."""
+    journal = BlockJournal(WORKER)
+
+    journal.stored(pb.TIER_DEVICE, [*HASHES[:2], HASHES[0]])
+    journal.stored(pb.TIER_DEVICE, HASHES[:3])
+    journal.removed(pb.TIER_DEVICE, HASHES[2:4])
+    batch = journal.commit()
+
+    assert batch is not None
+    first, second, third = batch.events
+    assert first.stored.block_hashes == pack(HASHES[:2])
+    assert (second.stored.block_hashes, second.stored.num_tokens) == (pack(HASHES[2:3]), 64)
+    assert third.removed.block_hashes == pack(HASHES[2:3])
+    journal.stored(pb.TIER_DEVICE, HASHES[:1])
+    journal.removed(pb.TIER_HOST, HASHES)
+    assert journal.commit() is None
 
 
 def test_a_replay_gives_the_batches_from_the_asked_one_on() -> None:

@@ -18,6 +18,7 @@ class FakeWorker:
         self.life = life
         self.replays: list[int] = []
         self.digest: bytes | None = None  # what to say instead of the truth
+        self.sequence: int | None = None  # the same
         self._bus = bus
         self._ref = pb.WorkerRef(worker_id=life.worker_id, epoch=life.epoch)
         self._journal = BlockJournal(self._ref, num_kept_batches)
@@ -51,6 +52,8 @@ class FakeWorker:
         self._journal.describe(heartbeat)
         if self.digest is not None:
             heartbeat.block_digest = self.digest
+        if self.sequence is not None:
+            heartbeat.event_sequence = self.sequence
         await self._bus.publish(subjects.HEARTBEAT, heartbeat)
 
     async def forget(self, hashes: Sequence[BlockHash]) -> None:

@@ -16,7 +16,8 @@ from redis.asyncio import Redis
 
 from services.kv_index import app
 from services.kv_index.config import KvIndexConfig
-from services.kv_index.events import Life
+from services.kv_index.events import End, Life
+from services.kv_index.store import Store
 from services.local.servers import free_port, redis_command
 from shared import bus, prefix_rpc, subjects
 from shared import farspan_pb2 as pb
@@ -34,7 +35,7 @@ Hits = dict[Life, tuple[int, pb.Tier]]
 async def config(nats_url: str, redis_url: str) -> KvIndexConfig:
     """In a Redis that all tests share: whom others' index left out is no matter of this one."""
     async with aclosing(Redis.from_url(redis_url)) as redis:
-        await redis.delete("farspan:kv:v2:refused")
+        await redis.delete("farspan:kv:v2:over")
     return KvIndexConfig(
         nats_url=nats_url,
         redis_url=redis_url,
@@ -236,10 +237,84 @@ async def test_late_events_do_not_bring_a_stopped_worker_back(
 
         async def late() -> object:
             await worker.store(chain)
+            await worker.beat()
             return (await figures(config)).get("late_total", 0) > 1
 
         await until(late, True)
         assert await hits(client, chain) == {}
+
+
+async def test_a_stopped_worker_stays_gone_from_a_replica_that_starts(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """What is late of it would be hits there, and nowhere else."""
+    other = Life(f"{life.worker_id}-b", life.epoch)
+    worker = FakeWorker(link, life)
+    async with serving(config) as client:
+        await worker.store(chain[:5])
+        await eventually(client, chain, {life: (5, pb.TIER_DEVICE)})
+        await worker.beat(pb.SERVICE_STATE_STOPPED)
+        await eventually(client, chain, {})
+
+    async with serving(config) as client, worker.answering():
+        await worker.store(chain[5:])
+        await worker.beat()
+        await FakeWorker(link, other).store(chain)
+        await eventually(client, chain, {other: (10, pb.TIER_DEVICE)})
+        assert worker.replays == []
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_a_replica_that_missed_the_end_of_a_life_learns_of_it(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash], is_refused: bool
+) -> None:
+    """Messages are delivered at most once; the copy tells what another replica has heard."""
+    twin = replace(config, health_port=0)
+    worker = FakeWorker(link, life, num_kept_batches=1)
+    async with serving(config) as client, worker.answering():
+        await worker.store(chain)
+        await eventually(client, chain, {life: (10, pb.TIER_DEVICE)})
+        async with aclosing(Store(config.redis_url)) as store:
+            await store.note_over({life: End.REFUSED if is_refused else End.STOPPED})
+        await eventually(client, chain, {})
+
+        async def refused() -> object:
+            await worker.beat()
+            return (await figures(config))["refused_workers"]
+
+        await until(refused, is_refused)
+        async with serving(twin) as second:
+            assert await hits(second, chain) == {}
+
+
+async def test_a_refused_worker_that_falls_silent_and_returns_is_refused_everywhere(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """No alarm for one that is gone, and an alarm again when it is back."""
+    hasty = replace(config, forget_after_s=0.5)
+    twin = replace(hasty, health_port=free_port())
+    worker = FakeWorker(link, life, num_kept_batches=1)
+
+    async def refused() -> object:
+        return [(await figures(each)).get("refused_workers") for each in (hasty, twin)]
+
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(serving(hasty))
+        await stack.enter_async_context(worker.answering())
+        await worker.store(chain)
+        await eventually(first, chain, {life: (10, pb.TIER_DEVICE)})
+        await link.publish(subjects.BLOCK_EVENTS, sparse_batch(life, chain, sequence=2))
+        await eventually(first, chain, {})
+        second = await stack.enter_async_context(serving(twin))
+        await until(refused, [0, 0])
+
+        async def refused_when_back() -> object:
+            await worker.beat()
+            return await refused()
+
+        await until(refused_when_back, [1, 1])
+        assert await hits(first, chain) == await hits(second, chain) == {}
+        assert worker.replays == []
 
 
 async def test_a_silent_worker_is_forgotten_and_comes_back_whole(
@@ -294,11 +369,55 @@ async def test_a_worker_that_computes_its_digest_wrongly_is_asked_less_and_less_
         worker.digest = bytes(32)
         await worker.store(chain)
         for _ in range(100):
-            await worker.store(chain[:1])
+            await worker.store([BlockHash(uuid.uuid4().bytes)])
             await worker.beat()
             await asyncio.sleep(0.02)
 
         assert worker.replays in ([0, 0], [0])
+
+
+async def test_a_worker_that_claims_too_much_is_asked_for_few_snapshots(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """Idle or busy; what it tells is followed all the same."""
+    async with serving(config) as client, FakeWorker(link, life).answering() as worker:
+        worker.sequence = 10**12
+        await worker.store(chain[:9])
+        for number in range(100):
+            if number < 50:
+                await worker.store([BlockHash(uuid.uuid4().bytes)])
+            await worker.beat()
+            await asyncio.sleep(0.02)
+
+        assert worker.replays.count(0) in (1, 2)
+        await worker.store(chain[9:])
+        await eventually(client, chain, {life: (10, pb.TIER_DEVICE)})
+
+
+async def test_a_gap_that_is_not_filled_counts_as_one(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """However often a worker that does not answer is asked."""
+    async with serving(config) as client:
+        worker = FakeWorker(link, life)
+        await worker.store(chain[:2], is_lost=True)
+        await worker.store(chain[2:4])
+        for _ in range(10):
+            await worker.beat()
+            await asyncio.sleep(0.02)
+        async with worker.answering():
+            await worker.beat()
+            await eventually(client, chain, {life: (4, pb.TIER_DEVICE)})
+
+            await worker.store(chain[4:5], is_lost=True)
+            await worker.store(chain[5:6])
+            await eventually(client, chain, {life: (6, pb.TIER_DEVICE)})
+
+        async def gaps() -> object:
+            seen = await figures(config)
+            return seen["gaps_total"]
+
+        await until(gaps, 2)
 
 
 async def test_a_worker_with_other_blocks_is_left_out(
@@ -312,7 +431,7 @@ async def test_a_worker_with_other_blocks_is_left_out(
 
         await worker.beat(block_tokens=512)
         await eventually(client, chain, {})
-        await worker.store(chain)
+        await worker.remove(chain)
 
         async def refused() -> object:
             seen = await figures(config)
@@ -441,6 +560,50 @@ async def test_a_full_index_serves_what_it_has(
 
         await until(full, {life: (10, pb.TIER_DEVICE)})
         assert (await figures(config))["cut_blocks_total"] >= 7
+
+
+async def test_trouble_shows_without_any_traffic(
+    config: KvIndexConfig, redis_server: LocalServer
+) -> None:
+    """A figure may be looked at when nobody works."""
+    own = replace(config, redis_url=f"redis://{redis_server.address}/0")
+
+    async def redis_up() -> object:
+        return (await figures(own)).get("redis_up")
+
+    async with serving(own):
+        await until(redis_up, 1)
+        redis_server.kill()
+        await until(redis_up, 0)
+        redis_server.start()
+        await until(redis_up, 1)
+
+
+async def test_a_worker_of_which_something_is_missing_shows_until_it_is_whole(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """Left out for room, lost and not replayed, or drifted: each has its figure."""
+    own = replace(config, redis_url=f"{config.redis_url[:-1]}4", max_blocks=8)
+    worker = FakeWorker(link, life)
+    names = ("cut_workers", "gap_workers", "drifted_workers")
+
+    async def missing() -> object:
+        seen = await figures(own)
+        return [seen.get(name) for name in names]
+
+    async with serving(own):
+        await worker.store(chain)
+        await until(missing, [1, 0, 0])
+        await worker.remove(chain[5:])
+        await until(missing, [0, 0, 0])
+        worker.digest = bytes(32)
+        await worker.beat()
+        await until(missing, [0, 0, 1])
+        worker.digest = None
+        await worker.beat()
+        await worker.store(chain[5:6], is_lost=True)
+        await worker.store(chain[6:7])
+        await until(missing, [0, 1, 0])
 
 
 async def test_redis_may_die_and_come_back_empty(

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.kv_index.events import DEVICE_BIT, Change, Life, blocks, snapshot_changes
+from services.kv_index.events import DEVICE_BIT, Change, End, Life, blocks, snapshot_changes
 from services.kv_index.holdings import Delta
 from services.kv_index.index import Hit, Index
 from shared import farspan_pb2 as pb
 from shared.block_hash import BlockHash, pack
+from shared.block_journal import BlockJournal
 from shared.errors import BadRequest
 
 LIFE = Life("w0", 100)
@@ -133,6 +134,56 @@ def test_a_lost_tail_shows_at_the_second_heartbeat() -> None:
     assert index.first_missing(LIFE) == 2
 
 
+def test_an_absurd_claim_is_forgotten_when_the_next_one_is_smaller() -> None:
+    """One wrong heartbeat must not mean snapshots without end."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN[:9])))
+
+    index.heartbeat(LIFE, 10**12)
+    index.heartbeat(LIFE, 1)
+    assert index.first_missing(LIFE) is None
+
+    for claim in (10**12, 10**12):
+        index.heartbeat(LIFE, claim)
+    assert index.first_missing(LIFE) == 2
+    index.heartbeat(LIFE, 1)
+    assert index.first_missing(LIFE) is None
+
+
+def test_a_batch_with_an_absurd_number_is_forgotten_with_the_snapshot_it_causes() -> None:
+    """A snapshot is all there is, up to what has been claimed since."""
+    index = Index()
+    index.heartbeat(LIFE, 0)
+    index.apply(batch(10**12, stored(CHAIN[:9])))
+    assert index.first_missing(LIFE) == 1
+
+    index.restore(LIFE, 5, [])
+    assert index.first_missing(LIFE) is None
+
+
+def test_what_was_claimed_while_a_snapshot_was_on_its_way_is_still_missing() -> None:
+    index = Index()
+    for _ in range(2):
+        index.heartbeat(LIFE, 7)
+    index.restore(LIFE, 5, [])
+
+    assert index.first_missing(LIFE) == 6
+
+
+def test_snapshots_that_do_not_end_a_gap_are_counted_until_the_claims_agree() -> None:
+    """Also of a worker that tells no digest."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN[:9])))
+    for num_heals in (1, 2, 3):
+        for _ in range(2):
+            index.heartbeat(LIFE, 10**12)
+        index.restore(LIFE, 1, [Change(DEVICE_BIT, True, pack(CHAIN[:9]))])
+        assert index.num_heals(LIFE) == num_heals
+
+    index.heartbeat(LIFE, 1)
+    assert index.num_heals(LIFE) == 0
+
+
 def test_a_snapshot_replaces_everything_unless_it_is_old() -> None:
     """A slow answer must not undo what has been followed since."""
     index = Index()
@@ -156,8 +207,8 @@ def test_a_retired_worker_is_gone_unless_it_came_back() -> None:
     index.apply(batch(1, stored(CHAIN)))
     index.heartbeat(Life("w0", 101), 0)
 
-    assert not index.retire(LIFE)
-    assert index.retire(Life("w0", 101))
+    assert not index.retire(LIFE, End.STOPPED)
+    assert index.retire(Life("w0", 101), End.STOPPED)
     assert index.sequences == {}
 
 
@@ -165,7 +216,7 @@ def test_nothing_late_of_a_life_that_is_over_is_taken_over() -> None:
     """Its events travel on another subscription than its goodbye, and replays take their time."""
     index = Index()
     index.apply(batch(1, stored(CHAIN)))
-    index.retire(LIFE)
+    index.retire(LIFE, End.STOPPED)
 
     assert index.apply(batch(1, stored(CHAIN))) is None
     assert index.heartbeat(LIFE, 1) is None
@@ -183,8 +234,8 @@ def test_a_life_may_end_before_anything_else_was_heard_of_it() -> None:
     index = Index()
     index.apply(batch(1, stored(CHAIN)))
 
-    assert index.retire(Life("w0", 101)) == LIFE
-    assert index.retire(Life("w1", 5)) is None
+    assert index.retire(Life("w0", 101), End.STOPPED) == LIFE
+    assert index.retire(Life("w1", 5), End.STOPPED) is None
     assert index.apply(batch(2, stored(CHAIN[:1]))) is None
     assert index.apply(batch(1, stored(CHAIN), life=Life("w1", 5))) is None
     assert index.sequences == {}
@@ -194,15 +245,37 @@ def test_a_life_that_may_return_returns() -> None:
     """Silence is no proof of death."""
     index = Index()
     index.apply(batch(1, stored(CHAIN)))
-    index.retire(LIFE, may_return=True)
+    index.retire(LIFE, End.SILENT)
 
     assert index.apply(batch(1, stored(CHAIN))) is not None
+
+
+def test_a_refused_life_stays_out_until_it_stops_or_another_begins() -> None:
+    """An event that is not understood may have removed blocks, and no snapshot tells which."""
+    index = Index()
+    index.apply(batch(1, stored(CHAIN)))
+    assert index.retire(LIFE, End.REFUSED) == LIFE
+    assert index.is_refused(LIFE)
+    assert index.heartbeat(LIFE, 1) is None
+    index.retire(LIFE, End.SILENT)
+    assert index.is_refused(LIFE), "silence makes no event understood"
+
+    index.retire(LIFE, End.STOPPED)
+    index.retire(LIFE, End.REFUSED)
+    assert (index.is_over(LIFE), index.is_refused(LIFE)) == (True, False)
+    assert index.over == {LIFE: End.STOPPED}
+
+    later = Life("w0", 101)
+    index.retire(later, End.REFUSED)
+    index.heartbeat(Life("w0", 102), 0)
+    assert not index.is_refused(later)
+    assert index.is_over(later)
 
 
 def test_a_bounded_number_of_workers_that_are_gone_is_remembered() -> None:
     index = Index()
     for number in range(5000):
-        index.retire(Life(f"gone-{number}", 7))
+        index.retire(Life(f"gone-{number}", 7), End.STOPPED)
 
     assert index.is_over(Life("gone-4999", 7))
     assert not index.is_over(Life("gone-0", 7))
@@ -234,6 +307,17 @@ def test_a_worker_that_breaks_the_eviction_rule_is_not_believed_beyond_the_hole(
     index.apply(batch(1, stored(CHAIN), removed(CHAIN[10:30])))
 
     assert index.longest_prefix(pack(CHAIN)) == [Hit(LIFE, 10, pb.TIER_DEVICE)]
+
+
+STEPS_OF_TWO = st.lists(
+    st.tuples(
+        st.integers(0, 1),
+        st.sampled_from(["stored", "stored", "removed", "cleared", "snapshot"]),
+        st.sampled_from([pb.TIER_DEVICE, pb.TIER_HOST]),
+        st.lists(st.sampled_from(CHAIN[:12]), max_size=6),
+    ),
+    max_size=30,
+)
 
 
 def digest(device: Sequence[BlockHash], host: Sequence[BlockHash] = ()) -> bytes:
@@ -307,8 +391,79 @@ def test_a_full_index_leaves_out_the_newest_blocks_and_counts_them() -> None:
     assert (index.num_blocks, index.num_cut) == (20, 10)
     assert delta is not None
     assert blocks(delta.changes).keys() == set(CHAIN[15:20]), "the copy is bounded too"
-    index.heartbeat(LIFE, 2, digest(CHAIN[:30]))
-    assert not index.is_drifted(LIFE), "it is known to be incomplete"
+
+
+def test_a_full_index_hides_no_drift() -> None:
+    """Above nine tenths no room comes free for a snapshot: phantom hits would stay for ever."""
+    index = Index(max_blocks=20)
+    index.apply(batch(1, stored(CHAIN[50:65]), life=Life("w1", 1)))
+    index.apply(batch(1, stored(CHAIN[:10]), stored(CHAIN[:15], pb.TIER_HOST)))
+    index.heartbeat(LIFE, 1, digest(CHAIN[:10], CHAIN[:15]))
+    assert (index.num_cut, index.is_drifted(LIFE)) == (15, False), "left out, but told"
+
+    index.apply(batch(2))
+    index.heartbeat(LIFE, 2, digest([], CHAIN[:15]))
+    assert index.is_drifted(LIFE)
+    index.restore(LIFE, 2, snapshot_changes(pb.BlockSnapshot(host_block_hashes=pack(CHAIN[2:15]))))
+
+    assert index.is_drifted(LIFE), "the snapshot says something else again"
+    index.heartbeat(LIFE, 2, digest([], CHAIN[2:15]))
+    assert not index.is_drifted(LIFE)
+    assert index.longest_prefix(pack(CHAIN)) == []
+
+
+def test_blocks_left_out_again_and_again_are_gone_when_they_are_removed_once() -> None:
+    """Nobody counts wrong for ever, though our own workers tell each block once."""
+    index = Index(max_blocks=20)
+    index.apply(batch(1, stored(CHAIN[50:70]), life=Life("w1", 1)))
+    index.apply(batch(1, *[stored(CHAIN[:10])] * 31))
+    index.apply(batch(2, removed(CHAIN[:10])))
+    index.retire(Life("w1", 1), End.STOPPED)
+    index.tidy()
+
+    assert not index.is_cut(LIFE)
+    index.heartbeat(LIFE, 2, digest([]))
+    assert not index.is_drifted(LIFE)
+    assert index.num_cut == 310, "a counter: it never falls"
+
+
+def snapshot_of(journal: BlockJournal, life: Life) -> pb.BlockSnapshot:
+    worker = pb.WorkerRef(worker_id=life.worker_id, epoch=life.epoch)
+    return journal.replay(pb.ReplayRequest(worker=worker)).snapshot
+
+
+@given(STEPS_OF_TWO)
+@settings(deadline=None)
+def test_a_true_digest_agrees_however_much_was_left_out(
+    steps: list[tuple[int, str, pb.Tier, list[BlockHash]]],
+) -> None:
+    """And then nothing is found that is not there."""
+    index = Index(max_blocks=5)
+    lives = [Life("w0", 1), Life("w1", 1)]
+    journals = [BlockJournal(pb.WorkerRef(worker_id=life.worker_id, epoch=1)) for life in lives]
+    for number, kind, tier, hashes in steps:
+        life, journal = lives[number], journals[number]
+        if kind == "stored":
+            journal.stored(tier, hashes)
+        elif kind == "removed":
+            journal.removed(tier, hashes)
+        elif kind == "cleared":
+            journal.cleared()
+        else:
+            snapshot = snapshot_of(journal, life)
+            index.restore(life, snapshot.sequence, snapshot_changes(snapshot))
+        if (message := journal.commit()) is not None:
+            index.apply(message)
+        heartbeat = pb.Heartbeat()
+        journal.describe(heartbeat)
+        index.heartbeat(life, heartbeat.event_sequence, heartbeat.block_digest)
+
+        assert not any(index.is_drifted(each) for each in lives)
+        assert index.num_blocks <= 5
+        whole = index.whole(life)
+        assert whole is not None
+        truth = blocks(snapshot_changes(snapshot_of(journal, life)))
+        assert all(truth.get(key, 0) & bits == bits for key, bits in blocks(whole.changes).items())
 
 
 def test_what_was_left_out_is_asked_for_when_there_is_room() -> None:
@@ -318,7 +473,7 @@ def test_what_was_left_out_is_asked_for_when_there_is_room() -> None:
     index.apply(batch(1, stored(CHAIN[:15])))
     assert not index.is_cut(LIFE)
 
-    index.retire(other)
+    index.retire(other, End.STOPPED)
     index.tidy()
     assert index.is_cut(LIFE)
     index.restore(LIFE, 1, [Change(DEVICE_BIT, True, pack(CHAIN[:15]))])

@@ -3,14 +3,16 @@ import uuid
 from contextlib import aclosing
 
 import pytest
+from redis.asyncio import Redis
 
-from services.kv_index.events import DEVICE_BIT, Change, Life, blocks
+from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, End, Life, blocks
 from services.kv_index.index import Index
 from services.kv_index.mirror import Mirror
 from services.kv_index.store import Store
 from shared import farspan_pb2 as pb
 from shared.block_hash import BlockHash
 from shared.block_journal import BlockJournal
+from shared.tasks import background
 from tests.local_server import LocalServer
 
 
@@ -65,6 +67,43 @@ async def test_what_was_healed_during_an_outage_is_copied_after_it(
         assert await copy_of(store, life) == {b"b" * 16: DEVICE_BIT}
 
 
+@pytest.mark.parametrize("lost", ["epochs", "sequence", "device", "host", "device, busy"])
+async def test_a_key_that_redis_evicts_is_written_again(
+    redis_server: LocalServer, lost: str
+) -> None:
+    """Nobody tells that it is gone; and a step that follows may begin it anew."""
+    life = Life("w", 5)
+    index, key = Index(), lost.split(",")[0]
+    changes = [Change(DEVICE_BIT, True, b"a" * 16), Change(HOST_BIT, True, b"b" * 16)]
+    url = f"redis://{redis_server.address}/0"
+    async with aclosing(Store(url)) as store, aclosing(Redis.from_url(url)) as redis:
+        mirror = Mirror(index, store, check_interval_s=0.01)
+        mirror.append(index.restore(life, 3, changes))
+        mirror.append(index.restore(Life("idle", 7), 0, []))
+        async with background(mirror.run()):
+
+            async def num_copied() -> int:
+                async with asyncio.timeout(5):
+                    while True:
+                        if await store.extents(index.extents) == index.extents:
+                            lives = await store.load()
+                            assert {whole.life for whole in lives} == index.extents.keys()
+                            return sum(len(blocks(whole.changes)) for whole in lives)
+                        await asyncio.sleep(0.01)
+
+            assert await num_copied() == 2
+            await redis.delete(*[name async for name in redis.scan_iter(f"farspan:*{key}")])
+            if lost.endswith("busy"):
+                mirror.append(index.apply(one_more(life)))
+            assert await num_copied() == index.num_blocks
+
+
+def one_more(life: Life) -> pb.BlockEvents:
+    event = pb.BlocksStored(tier=pb.TIER_DEVICE, block_hashes=b"c" * 16, num_tokens=64)
+    worker = pb.WorkerRef(worker_id=life.worker_id, epoch=life.epoch)
+    return pb.BlockEvents(worker=worker, sequence=4, events=[pb.BlockEvent(stored=event)])
+
+
 async def test_a_retired_life_leaves_the_copy(redis_url: str) -> None:
     """Also when a step of it was still waiting."""
     life = Life(f"w-{uuid.uuid4().hex}", 5)
@@ -76,7 +115,7 @@ async def test_a_retired_life_leaves_the_copy(redis_url: str) -> None:
         assert life in [whole.life for whole in await store.load()]
 
         mirror.append(index.restore(life, 3, [Change(DEVICE_BIT, True, bytes(16))]))
-        index.retire(life)
+        index.retire(life, End.SILENT)
         mirror.retire(life)
         await mirror.write()
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, Life, blocks
-from services.kv_index.holdings import Delta
+from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, End, Life, blocks
+from services.kv_index.holdings import Delta, Extent
 from services.kv_index.store import Store, StoreAway, StoreRefused
 from services.local.servers import free_port, redis_command
 from shared.errors import ConfigError
@@ -51,14 +51,28 @@ async def load(store: Store, worker_id: str) -> Copy | None:
     return None
 
 
-async def test_lives_that_are_left_out_are_remembered(store: Store, life: Life) -> None:
-    """A worker's id may hold any character."""
+async def test_lives_that_are_over_are_remembered(store: Store, life: Life) -> None:
+    """With the reason; a worker's id may hold any character."""
     other = Life(f"{life.worker_id}:b", EPOCH)
-    await store.note_refused([life, other], [])
-    assert {life, other} <= set(await store.refused())
+    await store.note_over({life: End.REFUSED, other: End.REFUSED})
+    await store.note_over({life: End.STOPPED})
 
-    await store.note_refused([], [life, other])
-    assert not {life, other} & set(await store.refused())
+    over = await store.over()
+    assert (over[life], over[other]) == (End.STOPPED, End.REFUSED)
+
+
+async def test_a_bounded_number_of_lives_that_are_over_is_remembered(
+    redis_server: LocalServer,
+) -> None:
+    """The oldest are forgotten: what is late of a life comes within seconds."""
+    async with aclosing(Store(f"redis://{redis_server.address}/0")) as store:
+        for first in (0, 5000):
+            lives = [Life(f"w-{first + number}", EPOCH) for number in range(5000)]
+            await store.note_over(dict.fromkeys(lives, End.STOPPED))
+
+        over = await store.over()
+        assert len(over) == 8192
+        assert over.keys() > set(lives)
 
 
 async def test_what_is_appended_is_loaded(store: Store, life: Life) -> None:
@@ -68,7 +82,7 @@ async def test_what_is_appended_is_loaded(store: Store, life: Life) -> None:
 
     expected = {B: DEVICE_BIT | HOST_BIT, C: HOST_BIT}
     assert await load(store, life.worker_id) == (life, 2, expected)
-    assert await store.sequences([life]) == {life: 2}
+    assert await store.extents([life]) == {life: Extent(2, 3)}
 
 
 async def test_a_slow_replica_cannot_undo_a_fast_one(store: Store, life: Life) -> None:
@@ -104,7 +118,7 @@ async def test_one_write_ends_a_life(store: Store, life: Life) -> None:
     assert await store.append(Delta(life, 1, 2, (on_device(B),))), "a past life is done with"
 
     assert await load(store, life.worker_id) == (later, 0, {})
-    assert await store.sequences([life]) == {life: 0}, "the old blocks are gone from Redis"
+    assert await store.extents([life]) == {}, "the old blocks are gone from Redis"
 
 
 async def test_retiring_a_past_life_leaves_the_present_one(store: Store, life: Life) -> None:
@@ -150,7 +164,7 @@ async def test_a_life_that_nobody_follows_leaves_redis_by_itself(
         assert all([0 < await redis.ttl(key) <= 86_400 for key in keys])
         for key in keys:
             await redis.expire(key, 100)
-        assert await store.sequences([life]) == {life: 2}
+        assert await store.extents([life]) == {life: Extent(2, 2)}
         assert all([await redis.ttl(key) > 100 for key in keys])
 
 
@@ -160,7 +174,7 @@ async def test_a_dead_redis_is_told_at_once(redis_server: LocalServer, life: Lif
         await store.append(Delta(life, 0, 1, (on_device(A),)))
         redis_server.kill()
 
-        for call in (store.load(), store.append(Delta(life, 1, 2, ())), store.sequences([])):
+        for call in (store.load(), store.append(Delta(life, 1, 2, ())), store.extents([])):
             with pytest.raises(StoreAway):
                 await call
 
@@ -170,7 +184,7 @@ async def test_a_cancellation_is_never_lost(redis_url: str) -> None:
 
     async def ask() -> None:
         while True:
-            await store.sequences([])
+            await store.extents([])
 
     async with aclosing(Store(redis_url)) as store:
         for _ in range(200):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.kv_index.table import Changed, Table
+from services.kv_index.table import Table, Tally
 
 # Their words' XOR is 0 or 1, so all share two homes; and half of them a first word.
 KEYS = [
@@ -31,8 +31,8 @@ def table_of(max_blocks: int = 1000) -> Table:
     return table
 
 
-def changed(keys: set[bytes]) -> Changed:
-    return Changed(len(keys), reduce(xor, (int.from_bytes(key, "little") for key in keys), 0))
+def tally(keys: set[bytes]) -> Tally:
+    return Tally(len(keys), reduce(xor, (int.from_bytes(key, "little") for key in keys), 0))
 
 
 def parted(packed: bytes) -> list[bytes]:
@@ -50,10 +50,10 @@ def test_the_table_equals_sets_of_hashes(steps: list[tuple[str, int, int, list[b
     for kind, seat, bit, keys in steps:
         held = sets[seat, bit]
         if kind == "add":
-            assert table.add(seat, bit, b"".join(keys)) == changed(set(keys) - held)
+            assert table.add(seat, bit, b"".join(keys)) == tally(set(keys) - held)
             held.update(keys)
         elif kind == "discard":
-            assert table.discard(seat, bit, b"".join(keys)) == changed(set(keys) & held)
+            assert table.discard(seat, bit, b"".join(keys)) == tally(set(keys) & held)
             held.difference_update(keys)
         else:
             table.vacate([seat])

@@ -42,7 +42,7 @@ def test_a_life_that_is_over_is_not_mute() -> None:
     watch.note(LIFE, is_working=True, is_known=False, now_s=1)
     assert watch.counts["mute_workers"] == 1
 
-    watch.forget(LIFE)
+    watch.keep([])
     assert watch.counts["mute_workers"] == 0
 
 
@@ -55,41 +55,10 @@ def test_a_restart_ends_the_silence_of_the_life_before() -> None:
 
     reborn = Life("w0", 8)
     watch.note(reborn, is_working=True, is_known=False, now_s=11)
+    watch.keep([reborn])
     assert watch.counts["mute_workers"] == 0, "its own grace begins"
     watch.note(reborn, is_working=True, is_known=False, now_s=21)
     assert watch.counts["mute_workers"] == 1
-
-    watch.forget(LIFE)
-    assert watch.counts["mute_workers"] == 1
-    watch.forget(Life("w0", 9))
-    assert watch.counts["mute_workers"] == 0, "a life that began and ended ends those before it"
-
-
-def test_a_refused_life_stays_out_and_its_next_one_does_not(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Every message left out counts; one line says why."""
-    watch = Watch(grace_s=60)
-    watch.refuse(LIFE, "hashes of 128 tokens for 1024")
-
-    assert watch.is_refused(LIFE)
-    assert not watch.is_refused(Life("w0", 6))
-    assert watch.counts["refused_total"] == 2
-    assert watch.counts["refused_workers"] == 1
-    assert len(caplog.records) == 1
-
-    assert not watch.is_refused(Life("w0", 8))
-    assert watch.counts["refused_workers"] == 0
-
-
-def test_a_refused_life_that_is_over_is_not_counted_for_ever() -> None:
-    watch = Watch(grace_s=60)
-    watch.refuse(LIFE, "its blocks have 512 tokens, not 64")
-    watch.forget(Life("w0", 6))
-    assert watch.refused == {LIFE}
-
-    watch.forget(LIFE)
-    assert watch.counts["refused_workers"] == 0
 
 
 def test_a_digest_that_contradicts_its_own_snapshot_is_told_once(
