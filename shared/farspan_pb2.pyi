@@ -439,7 +439,7 @@ class Limits(_message.Message):
     def __init__(self, max_sequence_tokens: _Optional[int] = ..., max_concurrent: _Optional[int] = ..., max_whole_pages: _Optional[int] = ..., leased_device_pages: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "waiting_tokens", "free_blocks", "total_blocks", "free_device_pages", "total_device_pages", "free_index_pages", "total_index_pages", "tokens_per_s", "hot_hits", "hot_misses", "host_read_bytes", "kv_bytes_moved", "eviction_age_s", "empty_blocks", "step_s")
+    __slots__ = ("num_running", "num_waiting", "waiting_tokens", "free_blocks", "total_blocks", "free_device_pages", "total_device_pages", "free_index_pages", "total_index_pages", "tokens_per_s", "hot_hits", "hot_misses", "host_read_bytes", "kv_bytes_moved", "eviction_age_s", "empty_blocks", "step_s", "measured_age_s")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -457,6 +457,7 @@ class Load(_message.Message):
     EVICTION_AGE_S_FIELD_NUMBER: _ClassVar[int]
     EMPTY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_AGE_S_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     waiting_tokens: int
@@ -474,7 +475,8 @@ class Load(_message.Message):
     eviction_age_s: float
     empty_blocks: int
     step_s: float
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_device_pages: _Optional[int] = ..., total_device_pages: _Optional[int] = ..., free_index_pages: _Optional[int] = ..., total_index_pages: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., hot_hits: _Optional[int] = ..., hot_misses: _Optional[int] = ..., host_read_bytes: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., eviction_age_s: _Optional[float] = ..., empty_blocks: _Optional[int] = ..., step_s: _Optional[float] = ...) -> None: ...
+    measured_age_s: float
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_device_pages: _Optional[int] = ..., total_device_pages: _Optional[int] = ..., free_index_pages: _Optional[int] = ..., total_index_pages: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., hot_hits: _Optional[int] = ..., hot_misses: _Optional[int] = ..., host_read_bytes: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., eviction_age_s: _Optional[float] = ..., empty_blocks: _Optional[int] = ..., step_s: _Optional[float] = ..., measured_age_s: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("worker", "role", "state", "model", "layout", "limits", "load", "event_sequence", "block_digest")

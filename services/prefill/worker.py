@@ -100,6 +100,7 @@ class Worker:
             eviction_age_s=self._allocator.eviction_age_s,
             empty_blocks=self._allocator.num_empty,
             step_s=self._throughput.step_s,
+            measured_age_s=self._throughput.age_s,
         )
 
     async def run(self) -> None:

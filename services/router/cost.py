@@ -4,7 +4,7 @@ Pure. Seconds make tokens, bytes and queues comparable; each figure stands in th
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,14 +12,16 @@ from services.router.view import Hit, Rates, Worker
 from shared import farspan_pb2 as pb
 from shared.block_hash import BLOCK_TOKENS
 
-# A second of computing delays whoever comes next as much as the request itself. So own work counts
-# twice, and a burst with one prefix stays where the prefix is being computed.
+# A second of computing delays whoever comes next as much as the request itself: it counts twice.
 _OWN_WEIGHT = 2.0
 # Prefill serves the prompt with the least left first, but every fourth step goes by age.
 _BY_REMAINING_SHARE = 3 / 4
 # What was not used for so long is wanted again with a chance of 1/e: agents pause for seconds to a
 # few minutes. From 200 to 1,200 s the replay (docs/placement.md) shows little difference.
 _FORGOTTEN_S = 200.0
+# A speed measured longer ago prices a request, but refuses none: it may have been one bad minute,
+# and a worker that gets nothing never measures a better one.
+_STALE_S = 60.0
 
 _QUEUE_SHARES = {-2: 0.25, -1: 0.5, 0: 0.75, 1: 0.875, 2: 1.0}  # of Rates.max_waiting
 MIN_PRIORITY, MAX_PRIORITY = min(_QUEUE_SHARES), max(_QUEUE_SHARES)
@@ -48,19 +50,8 @@ class Bid(NamedTuple):
         return self.must_wait, self.cost_s, -num_empty, self.worker.key.worker_id
 
 
-def prefill_bid(
-    request: pb.PlaceRequest,
-    worker: Worker,
-    hit: Hit | None,
-    rates: Rates,
-    *,
-    shared_blocks: int = 0,
-) -> Bid:
-    """Time until the prompt is computed, own work counted twice, and what others lose by it.
-
-    `shared_blocks` are computed by others already (`twice_on_the_way`): doing them again counts
-    twice more.
-    """
+def prefill_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates: Rates) -> Bid:
+    """Time until the prompt is computed, own work counted twice, and what others lose by it."""
     load, prompt_tokens = worker.heartbeat.load, request.num_prompt_tokens
     # The last token is computed in any case: its logits give the first token.
     hit_tokens = _hit_tokens(hit, prompt_tokens - 1)
@@ -68,11 +59,10 @@ def prefill_bid(
     tokens_per_s = max(load.tokens_per_s, rates.prefill_tokens_per_s)
     before_s = _tokens_before(worker, own_tokens) / tokens_per_s
     queue_s = before_s + _step_wait_s(worker)
+    is_measured = load.tokens_per_s > 0 and load.measured_age_s < _STALE_S
     own_s = own_tokens / tokens_per_s
     if hit is not None and hit.tier == pb.TIER_HOST:
         own_s += hit_tokens * worker.kv_bytes_per_token / rates.host_load_bytes_per_s
-    again_tokens = min(shared_blocks * BLOCK_TOKENS, prompt_tokens - 1) - hit_tokens
-    again_s = max(0, again_tokens) / tokens_per_s
     block_tokens = BLOCK_TOKENS * max(1, worker.heartbeat.layout.dcp_size)
     num_blocks = _ceil(prompt_tokens, block_tokens) - hit_tokens // block_tokens
     num_promised_blocks = _ceil(worker.promised.prefill_tokens, block_tokens)
@@ -81,24 +71,28 @@ def prefill_bid(
     return Bid(
         worker,
         must_wait=num_blocks + num_promised_blocks > load.free_blocks,
-        cost_s=queue_s + _OWN_WEIGHT * (own_s + again_s) + lost_s,
+        cost_s=queue_s + _OWN_WEIGHT * own_s + lost_s,
         hit_tokens=hit_tokens,
         work_tokens=own_tokens,
         num_pages=0,
         num_device_pages=0,
-        earliest_s=before_s + own_s if load.tokens_per_s else 0.0,
-        figures=f"queue {queue_s:.3f} s, own {own_s:.3f} s, again {again_s:.3f} s,"
-        f" evicts {lost_s:.3f} s, hit {hit_tokens} tokens",
+        earliest_s=before_s + own_s if is_measured else 0.0,
+        figures=f"queue {queue_s:.3f} s, own {own_s:.3f} s, evicts {lost_s:.3f} s,"
+        f" hit {hit_tokens} tokens",
     )
 
 
-def twice_on_the_way(hits: Iterable[Hit | None]) -> int:
-    """The leading blocks that two prefill workers at least are computing for others now.
+def makes_third_copy(request: pb.PlaceRequest, hits: Sequence[Hit | None], hit: Hit | None) -> bool:
+    """Whether a worker with this hit would compute what two of `hits` are computing for others.
 
-    Two copies serve a burst; a third one more often costs the fleet than it saves the request.
+    Only what is nearly the whole prompt counts: all but an eighth, or but a block. A longer tail
+    may be worth a copy, and the price decides.
     """
-    lengths = [hit.num_blocks for hit in hits if hit is not None and hit.is_on_the_way]
-    return sorted(lengths)[-2] if len(lengths) > 1 else 0
+    lengths = sorted(each.num_blocks for each in hits if each is not None and each.is_on_the_way)
+    if len(lengths) < 2 or (hit is not None and hit.num_blocks >= lengths[-2]):
+        return False
+    tail_tokens = request.num_prompt_tokens - lengths[-2] * BLOCK_TOKENS
+    return tail_tokens <= max(BLOCK_TOKENS, request.num_prompt_tokens // 8)
 
 
 def measured(workers: Iterable[Worker], rates: Rates) -> dict[int, Rates]:

@@ -71,6 +71,6 @@ def _check(heartbeat: pb.Heartbeat) -> None:
     if heartbeat.role not in _ROLES or heartbeat.state not in _KNOWN_STATES:
         raise BadRequest(f"a heartbeat of {worker.worker_id} without a known role and state")
     load = heartbeat.load
-    for measured in (load.tokens_per_s, load.eviction_age_s, load.step_s):
+    for measured in (load.tokens_per_s, load.eviction_age_s, load.step_s, load.measured_age_s):
         if not 0 <= measured < math.inf:
             raise BadRequest(f"a heartbeat of {worker.worker_id} measured {measured}")

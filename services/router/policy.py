@@ -7,7 +7,6 @@ hold the request, or not in time, are left out; the others are compared by the t
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from services.router import cost
@@ -17,6 +16,7 @@ from shared import farspan_pb2 as pb
 from shared.errors import DeadlineExceeded, FarspanError, Overloaded, TooLong
 from shared.layout_key import LayoutKey
 
+_BURST = 32  # requests that may wait at a worker for what it is computing already
 _ROLE_NAMES = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode"}
 _Price = Callable[[pb.PlaceRequest, Worker, Hit | None, Rates], Bid]
 
@@ -109,9 +109,8 @@ class _Scoring:
         prefills = self._candidates(fleet, pb.ROLE_PREFILL, prompt_tokens)
         decodes = self._candidates(fleet, pb.ROLE_DECODE, num_tokens)
         speeds = cost.measured(prefills, self._rates)
-        shared_blocks = cost.twice_on_the_way(self._hits.get(worker.key) for worker in prefills)
-        price = partial(cost.prefill_bid, shared_blocks=shared_blocks)
-        prefill_bids = self._in_time(self._bids(prefills, price, speeds))
+        prefill_bids = self._in_time(self._bids(prefills, cost.prefill_bid, speeds))
+        prefill_bids = self._without_third_copies(prefill_bids)
         best_prefill = _best(prefill_bids)
         best_decode = _best(self._bids(decodes, cost.decode_bid, {}))
         pairs = [(best_prefill[key], best_decode[key]) for key in best_prefill.keys() & best_decode]
@@ -160,6 +159,24 @@ class _Scoring:
         if not queueable:
             raise Overloaded(f"the queue of every {name} worker is full: {bound} or more wait")
         return queueable
+
+    def _without_third_copies(self, bids: Sequence[Bid]) -> list[Bid]:
+        """A burst makes two copies of its prefix, unless a whole burst waits for both already."""
+        kept = []
+        for layout in {bid.worker.layout_key for bid in bids}:
+            same = [bid for bid in bids if bid.worker.layout_key == layout]
+            hits = [self._hits.get(bid.worker.key) for bid in same]
+            third = [cost.makes_third_copy(self._request, hits, hit) for hit in hits]
+            holders = [bid for bid, is_third in zip(same, third, strict=True) if not is_third]
+            if all(bid.must_wait or cost.num_waiting(bid.worker) >= _BURST for bid in holders):
+                kept += same
+                continue
+            kept += holders
+            for bid, is_third in zip(same, third, strict=True):
+                if is_third:
+                    reason = "two others are computing this prompt"
+                    self.scores[bid.worker.key] = Score(bid.worker, bid, reason)
+        return kept
 
     def _is_of(self, worker: Worker, role: pb.Role) -> bool:
         heartbeat = worker.heartbeat

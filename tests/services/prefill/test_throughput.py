@@ -3,6 +3,12 @@
 import pytest
 
 from services.prefill.throughput import Throughput
+from tests.services.router.fleets import Clock
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 def test_nothing_measured_is_zero() -> None:
@@ -21,7 +27,28 @@ def test_only_the_last_minute_of_work_counts() -> None:
     assert throughput.tokens_per_s == pytest.approx(500)
 
 
-def test_a_step_takes_what_those_of_the_last_minute_took_on_average() -> None:
+def test_one_step_that_stood_still_changes_little() -> None:
+    """A stopped machine made the router refuse long prompts for as long as nothing else came."""
+    throughput = Throughput()
+    for seconds in (1.0, 45.0, 1.1, 0.9):
+        throughput.add(1000, seconds)
+
+    assert throughput.tokens_per_s == pytest.approx(1000, rel=0.1)
+    assert throughput.step_s == pytest.approx(1.1)
+
+
+def test_a_measurement_grows_old(clock: Clock) -> None:
+    """What was slow an hour ago may be fast now."""
+    throughput = Throughput(clock)
+    clock.now_s += 50
+    assert throughput.age_s == 0.0
+    throughput.add(1000, 1.0)
+    clock.now_s += 70
+
+    assert throughput.age_s == pytest.approx(70)
+
+
+def test_a_step_takes_what_those_of_the_last_minute_took() -> None:
     """Whoever comes while one runs waits for about so long, however little it computes."""
     throughput = Throughput()
     for _ in range(100):

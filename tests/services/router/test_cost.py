@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 
 from services.router import cost
@@ -76,18 +78,18 @@ def test_driving_out_what_was_just_used_costs_its_computing() -> None:
     assert cost_s(6000) == pytest.approx(2 * 0.064, rel=0.01)
 
 
-def test_what_two_others_compute_already_costs_twice_more() -> None:
-    """Two copies serve a burst (C8). One is not enough, nor does it matter what the index knows."""
-    known, on_the_way = Hit(9, pb.TIER_DEVICE), Hit(8, pb.TIER_DEVICE, is_on_the_way=True)
-    shorter = Hit(5, pb.TIER_DEVICE, is_on_the_way=True)
+def test_a_third_copy_is_one_of_what_two_others_are_computing_now() -> None:
+    """One is not enough, nor does it matter what the index knows, or the prompt is much longer."""
+    known = Hit(14, pb.TIER_DEVICE)
+    on_the_way, shorter = (Hit(blocks, pb.TIER_DEVICE, is_on_the_way=True) for blocks in (15, 14))
+    third = partial(cost.makes_third_copy, request(1000))
 
-    assert cost.twice_on_the_way([None, known, on_the_way, shorter]) == 5
-    assert cost.twice_on_the_way([None, known, known, on_the_way]) == 0
-    third = cost.prefill_bid(request(1000), prefill("p0"), None, RATES, shared_blocks=5)
-    one_of_them = cost.prefill_bid(request(1000), prefill("p1"), shorter, RATES, shared_blocks=5)
-    assert third.cost_s == pytest.approx((2 * 1000 + 2 * 320) / 10_000)
-    assert "again 0.032 s" in third.figures
-    assert one_of_them.cost_s == pytest.approx(2 * 680 / 10_000)
+    assert third([None, on_the_way, shorter], None)
+    assert third([None, on_the_way, shorter], Hit(13, pb.TIER_DEVICE))
+    assert not third([known, on_the_way, shorter], known), "it has it already"
+    assert not third([None, on_the_way, shorter], shorter), "it is one of the two"
+    assert not third([None, known, on_the_way], None)
+    assert not cost.makes_third_copy(request(1100), [None, on_the_way, shorter], None)
 
 
 def test_blocks_that_hold_nothing_are_taken_first_and_cost_nothing() -> None:
@@ -96,7 +98,7 @@ def test_blocks_that_hold_nothing_are_taken_first_and_cost_nothing() -> None:
 
     bid = cost.prefill_bid(request(640), half, None, RATES)
 
-    assert "own 0.064 s, again 0.000 s, evicts 0.032 s" in bid.figures
+    assert "own 0.064 s, evicts 0.032 s" in bid.figures
 
 
 def test_a_hit_takes_no_room_and_so_drives_nothing_out() -> None:
@@ -106,7 +108,7 @@ def test_a_hit_takes_no_room_and_so_drives_nothing_out() -> None:
 
     bid = cost.prefill_bid(request(1000), full, Hit(9, pb.TIER_DEVICE), RATES)
 
-    assert "own 0.042 s, again 0.000 s, evicts 0.051 s" in bid.figures
+    assert "own 0.042 s, evicts 0.051 s" in bid.figures
 
 
 def test_the_best_measure_of_equal_workers_counts_for_all_of_them() -> None:

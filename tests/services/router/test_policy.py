@@ -1,4 +1,5 @@
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -349,12 +350,16 @@ def test_a_worker_that_would_be_too_late_is_not_chosen_for_its_hit() -> None:
 
 
 def test_nobody_is_refused_on_a_guess_of_a_workers_speed() -> None:
-    """A fleet that has just started has measured nothing."""
+    """A fleet that has just started has measured nothing; an idle one measured one bad minute."""
     unmeasured = prefill("p0", load=load(tokens_per_s=0, waiting_tokens=10**6))
+    stale = prefill("p0", load=load(tokens_per_s=40, measured_age_s=61))
+    slow = prefill("p0", load=load(tokens_per_s=40, measured_age_s=59))
 
-    placed = place(request(10_000), [unmeasured, decode("d0")], {}, RATES, lifetime_s=0.1)
-
-    assert placed.placement.prefill.worker_id == "p0"
+    for worker in (unmeasured, stale):
+        placed = place(request(10_000), [worker, decode("d0")], {}, RATES, lifetime_s=0.1)
+        assert placed.placement.prefill.worker_id == "p0"
+    with pytest.raises(DeadlineExceeded):
+        place(request(10_000), [slow, decode("d0")], {}, RATES, lifetime_s=0.1)
 
 
 @pytest.mark.parametrize(
@@ -444,34 +449,62 @@ def test_the_hashes_themselves_decide_nothing() -> None:
     assert place(request(), fleet, hits, RATES) == place(request(hashes=b""), fleet, hits, RATES)
 
 
-@given(st.integers(640, 200_000), st.integers(2, 8), st.randoms(use_true_random=False))
-@example(400, 8, random.Random(0))
+SPEEDS = st.sampled_from([(0.0, 0.0), (10_000.0, 0.1), (800.0, 2.5)])
+
+
+@given(st.integers(128, 200_000), st.integers(2, 8), SPEEDS, st.randoms(use_true_random=False))
+@example(500, 8, (10_000.0, 0.1), random.Random(0))
+@example(640, 8, (800.0, 2.5), random.Random(0))
 @settings(max_examples=40, deadline=None)
-def test_a_burst_with_one_prefix_goes_together(
-    prefix_tokens: int, num_workers: int, rng: random.Random
+def test_a_burst_with_one_prefix_goes_to_two_workers_at_most(
+    prefix_tokens: int, num_workers: int, speed: tuple[float, float], rng: random.Random
 ) -> None:
-    """32 arrivals before any event or heartbeat: at most two prefill workers compute the prefix.
+    """32 arrivals before any event or heartbeat (C8), whatever speeds and steps were measured.
 
-    Tails are up to an eighth of the prefix; were they as long as it, spreading would be right (C8).
+    Tails are up to an eighth of the prompt, or a block; were they as long as the prefix, spreading
+    would be right.
     """
-    clock = Clock()
-    promises = Promises(clock)
-    fleet = [prefill(f"p{i}") for i in range(num_workers)] + [decode("d0"), decode("d1")]
-    heard = [Heard(worker.heartbeat, clock()) for worker in fleet]
-    used = set()
-    for i in range(32):
-        clock.now_s += 0.0003
-        tail_tokens = rng.randrange(1, prefix_tokens // 8 + 2)
-        num_blocks = (prefix_tokens + tail_tokens) // 64
-        shared_blocks = min(prefix_tokens // 64, num_blocks)
-        hashes = chain(shared_blocks) + chain(num_blocks - shared_blocks, first=10**6 * (i + 1))
-        placing = request(prefix_tokens + tail_tokens, request_id=str(i), hashes=hashes)
-        hits = promises.prefixes_on_the_way(placing.block_hashes)
-        decision = place(placing, promises.applied(heard), hits, RATES)
-        promises.make(placing, decision, 600)
-        used.add(decision.placement.prefill.worker_id)
+    tokens_per_s, step_s = speed
+    measured = load(tokens_per_s=tokens_per_s, step_s=step_s)
+    promised = Burst(num_workers, measured)
+    shared_blocks = prefix_tokens // 64
+    for _ in range(32):
+        tail_tokens = rng.randrange(0, max(64, shared_blocks * 64 // 7))
+        promised.place(shared_blocks * 64 + tail_tokens, shared_blocks)
 
-    assert len(used) <= 2
+    assert len(promised.used) <= 2
+
+
+def test_more_than_a_burst_is_spread_again() -> None:
+    """A thousand requests with one short prompt are work for all workers."""
+    promised = Burst(8, load(tokens_per_s=800.0, step_s=2.5))
+    for _ in range(400):
+        promised.place(640, 10)
+
+    assert len(promised.used) == 8
+
+
+class Burst:
+    """Requests placed within a moment: no heartbeat tells anything new."""
+
+    def __init__(self, num_workers: int, measured: pb.Load) -> None:
+        self.used: Counter[str] = Counter()
+        self._clock = Clock()
+        self._promises = Promises(self._clock)
+        fleet = [prefill(f"p{i}", load=measured) for i in range(num_workers)]
+        fleet += [decode(f"d{i}") for i in range(2)]
+        self._heard = [Heard(worker.heartbeat, self._clock()) for worker in fleet]
+
+    def place(self, num_tokens: int, num_shared_blocks: int) -> None:
+        number = self.used.total() + 1
+        own = num_tokens // 64 - num_shared_blocks
+        hashes = chain(num_shared_blocks) + chain(own, first=10**6 * number)
+        placing = request(num_tokens, request_id=str(number), hashes=hashes)
+        hits = self._promises.prefixes_on_the_way(placing.block_hashes)
+        decision = place(placing, self._promises.applied(self._heard), hits, RATES)
+        self._promises.make(placing, decision, 600)
+        self.used[decision.placement.prefill.worker_id] += 1
+        self._clock.now_s += 0.0003
 
 
 def test_a_burst_without_a_common_prefix_is_spread() -> None:
