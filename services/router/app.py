@@ -8,9 +8,9 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 
-from services.router import records
+from services.router import ledger, records
 from services.router.config import RouterConfig
 from services.router.fleet import Fleet
 from services.router.gateways import Gateways
@@ -33,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 _CONTRACT_VERSION = "1.0.0"
 _WATCH_S = 0.25
-_GAUGES = {"open_promises", "workers"}  # of the figures; the others only grow
+# Workers speak twice a second. Who hears none of them, nor any gateway, for so long is deaf itself:
+# its process stood still, or NATS did.
+_DEAF_S = 2.0
+_GAUGES = {"open_promises", "workers", "index_up", "redis_up"}  # of the figures; others only grow
 
 
 class Router:
@@ -52,6 +55,8 @@ class Router:
         self._journal = Journal(config.id, config.decisions_kept, config.decisions_file)
         self._is_index_away = False
         self._is_learning = True
+        self._heard_s = time.monotonic()  # when anybody was heard
+        self._misfits: set[str] = set()  # workers whose heartbeats make no sense
         self._counts: Counter[str] = Counter()
         self._figures: dict[str, int] = {}
 
@@ -77,6 +82,10 @@ class Router:
             "placed_unshared": self._reservations.num_unshared,
             "decided_again": self._reservations.num_conflicts,
             "decisions_unwritten": self._journal.num_unwritten,
+            "ended_for_silent_gateways": self._counts["ended_for_silent_gateways"],
+            "refused_heartbeats": self._counts["refused_heartbeats"],
+            "index_up": int(not self._is_index_away),
+            "redis_up": int(not self._reservations.away_reason),
             "open_promises": len(self._promises),
             "workers": len(self._fleet.live()),
         }
@@ -94,8 +103,17 @@ class Router:
         self._is_learning = False
 
     async def on_heartbeat(self, heartbeat: pb.Heartbeat) -> None:
-        """Keep the fleet's view fresh."""
-        self._fleet.observe(heartbeat)
+        """Keep the fleet's view fresh. A worker that tells nonsense is not part of it."""
+        self._heard_s = time.monotonic()
+        try:
+            self._fleet.observe(heartbeat)
+        except BadRequest as error:
+            self._counts["refused_heartbeats"] += 1
+            if heartbeat.worker.worker_id not in self._misfits:
+                self._misfits.add(heartbeat.worker.worker_id)
+                logger.error("refused: %s", error)
+        else:
+            self._misfits.discard(heartbeat.worker.worker_id)
 
     async def on_ended(self, ended: pb.PlacementEnded) -> None:
         """Take back what was promised to a request."""
@@ -103,6 +121,7 @@ class Router:
 
     async def on_gateway_alive(self, alive: pb.GatewayAlive) -> None:
         """Keep the promises made to this gateway."""
+        self._heard_s = time.monotonic()
         self._gateways.hear(alive.gateway_id)
 
     def decisions(self, name: str) -> list[pb.DecisionRecord]:
@@ -132,7 +151,8 @@ class Router:
         have left.
         """
         while True:
-            if not self._bus.is_connected:
+            is_deaf = time.monotonic() - self._heard_s > _DEAF_S
+            if is_deaf or not self._bus.is_connected:
                 self._fleet.excuse_silence()
                 self._gateways.excuse_silence()
             self._end_for_the_dead()
@@ -147,6 +167,7 @@ class Router:
         left = [request_id for gateway_id, request_id in made_for if gateway_id in gone]
         for request_id in left:
             self._reservations.end(request_id)
+        self._counts["ended_for_silent_gateways"] += len(left)
         if left:
             logger.error("ended %d promises of silent gateways: %s", len(left), sorted(gone))
 
@@ -258,9 +279,9 @@ async def serve(config: RouterConfig) -> AsyncIterator[Router]:
     async with (
         bus.connect(config.nats_url, "router") as link,
         prefix_rpc.connect(config.kv_index_address) as index,
-        _ledger(config) as ledger,
+        ledger.opened(config.redis_url, config.redis_ca_file, config.redis_timeout_s) as shared,
     ):
-        router = Router(config, link, index, ledger)
+        router = Router(config, link, index, shared)
         service = NatsService("router", _CONTRACT_VERSION, "Chooses workers.", router.details)
         async with (
             router.sharing(),
@@ -274,14 +295,3 @@ async def serve(config: RouterConfig) -> AsyncIterator[Router]:
             await router.learn_fleet()
             async with service.answering(link, subjects.PLACE, router.place):
                 yield router
-
-
-@asynccontextmanager
-async def _ledger(config: RouterConfig) -> AsyncIterator[Ledger | None]:
-    """Where promises are shared; None if this router is the only one."""
-    if not config.redis_url:
-        yield None
-        return
-    ledger = Ledger(config.redis_url, config.redis_ca_file, config.redis_timeout_s)
-    async with aclosing(ledger):
-        yield ledger

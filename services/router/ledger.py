@@ -11,7 +11,8 @@ farspan:router:v1:prefix:{id}   string  the prompt's block hashes, while the ind
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -213,6 +214,16 @@ class Ledger:
             is_new_life,
             [_change(each, now_ms) for each in changes],
         )
+
+
+@asynccontextmanager
+async def opened(url: str, ca_file: Path | None, timeout_s: float) -> AsyncIterator[Ledger | None]:
+    """Where promises are shared; None without a URL: this router is the only one."""
+    if not url:
+        yield None
+        return
+    async with aclosing(Ledger(url, ca_file, timeout_s)) as ledger:
+        yield ledger
 
 
 def _fields(entry: Entry) -> list[str | bytes | int]:

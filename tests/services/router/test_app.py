@@ -336,6 +336,58 @@ async def test_promises_to_a_gateway_that_died_are_ended(
     assert left == 4
 
 
+async def test_a_router_that_was_deaf_takes_nobody_for_dead(
+    config: RouterConfig, tmp_path: Path
+) -> None:
+    """NATS stands still, its connections stay open: all promises of living gateways were ended."""
+    port = free_port()
+    server = LocalServer(nats_command(port), port, tmp_path)
+    server.start()
+    own = replace(config, nats_url=f"nats://{server.address}", gateway_silence_s=3.0)
+    try:
+        async with (
+            bus.connect(own.nats_url, "test") as link,
+            index_of(own),
+            routing(own, link, fleet()) as router,
+        ):
+            wanted = placing()
+            wanted.gateway_id = "gw"
+            await place(link, wanted)
+            await link.publish(subjects.GATEWAY_ALIVE, pb.GatewayAlive(gateway_id="gw"))
+            await asyncio.sleep(0.5)
+            server.pause()
+            await asyncio.sleep(4.0)
+            server.go_on()
+            await asyncio.sleep(0.5)
+            after_the_pause = router.details()["open_promises"]
+            for _ in range(40):  # a worker speaks, the gateway never again
+                await link.publish(subjects.HEARTBEAT, fleet()[0])
+                await asyncio.sleep(0.1)
+            figures = router.details()
+    finally:
+        server.kill()
+
+    assert after_the_pause == 1
+    assert (figures["open_promises"], figures["ended_for_silent_gateways"]) == (0, 1)
+
+
+async def test_a_heartbeat_that_makes_no_sense_is_counted_and_told_once(
+    config: RouterConfig, link: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It came twice a second with a traceback each."""
+    absurd = heartbeat("p9", pb.ROLE_PREFILL, load=load(tokens_per_s=float("nan")))
+    async with index_of(config), routing(config, link, fleet()) as router:
+        for _ in range(3):
+            await link.publish(subjects.HEARTBEAT, absurd)
+        await until(lambda: router.details()["refused_heartbeats"] == 3)
+        workers = router.details()["workers"]
+
+    assert workers == 3
+    assert [record.message for record in caplog.records if "p9" in record.message] == [
+        "refused: a heartbeat of p9 measured nan"
+    ]
+
+
 async def test_two_routers_share_their_promises_and_a_burst_goes_together(
     config: RouterConfig, link: Bus, redis_url: str
 ) -> None:
