@@ -1,7 +1,8 @@
 """farspan replay-decisions: stored placement decisions, decided again from their inputs.
 
 Reads what routers write (ROUTER_DECISIONS_FILE) and what the gateway shows (/debug/decisions):
-JSON, one object a line. The choice and every score must be the same bit for bit.
+JSON, one object a line. The choice and every score must be the same bit for bit; what neither
+depends on (times, names, the prompt's digest) is not compared.
 """
 
 import json
@@ -25,7 +26,7 @@ def replay_decisions(file: Path) -> int:
         num_decisions += 1
         try:
             replayed = records.replay(record)
-        except ArithmeticError as error:
+        except (ArithmeticError, ValueError) as error:
             raise ConfigError(
                 f"{file}:{line_number} is not a decision: its figures cannot be ({error})"
             ) from error
@@ -56,7 +57,7 @@ def _records(file: Path) -> Iterator[tuple[int, pb.DecisionRecord]]:
                         yield number, json_format.ParseDict(fields, pb.DecisionRecord())
     except OSError as error:
         raise ConfigError(f"cannot read decisions from {file}: {error}") from error
-    except (ValueError, json_format.ParseError) as error:
+    except (ValueError, RecursionError, json_format.ParseError) as error:
         raise ConfigError(f"{file}:{number} is not a decision: {error}") from error
 
 

@@ -59,7 +59,16 @@ def test_the_first_difference_is_shown_and_fails(
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[]", '{"inputs": 5}', '{"decisions": [{"no": 1}]}', '{"decisions": [5]}']
+    "line",
+    [
+        "{",
+        "[]",
+        '{"inputs": 5}',
+        '{"decisions": [{"no": 1}]}',
+        '{"decisions": [5]}',
+        '{"a":' * 100_000,
+    ],
+    ids=range(6),
 )
 def test_a_line_that_is_no_decision_is_named(
     file: Path, line: str, capsys: pytest.CaptureFixture[str]
