@@ -1,10 +1,11 @@
 # Every command there is. `make` lists them.
 BIN := .venv/bin
 ARGS ?=
+PYTHON ?= python3
 BENCHMARKS := cpu_engine passkeys shared_promises
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat status setup setup-dev test check fmt proto bench clean
+.PHONY: help serve chat status setup setup-dev test test-gpu check fmt proto bench clean
 
 help:  ## list the commands
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +21,9 @@ status: setup  ## show services, workers and pools
 
 test: setup-dev check  ## install what tests need, run every check and every test
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-gpu:  ## run the tests that need a CUDA device, with the python that has a CUDA torch: PYTHON=python3
+	@$(PYTHON) -m pytest -m gpu -c /dev/null --rootdir=. --import-mode=importlib -p no:cacheprovider -W ignore::pytest.PytestUnknownMarkWarning tests/shared/engine/kernels tests/shared/engine/gpu $(ARGS)
 
 check: setup-dev  ## format, lint, types, import contracts
 	@$(BIN)/ruff format --check .

@@ -1,0 +1,1 @@
+"""GPU kernels: one file each, its meaning in `reference`."""

@@ -1,0 +1,1 @@
+"""What each kernel means, in plain PyTorch that a reader can check by eye."""

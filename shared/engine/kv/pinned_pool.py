@@ -1,0 +1,36 @@
+"""Host memory that GPU kernels read in place.
+
+Huge pages, touched by all threads and then registered: 40 GiB take seconds, ten times less than
+torch's own pinned allocation (measured on an H200 host). Without a GPU it is plain memory.
+"""
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def pinned_pool(num_bytes: int) -> Iterator[torch.Tensor]:  # [num_bytes] uint8, zero
+    """A pool that is pinned inside the block; its memory lives as long as a tensor on it.
+
+    MemoryError if the host refuses to pin so much.
+    """
+    mapping = mmap.mmap(-1, num_bytes)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    pool = torch.frombuffer(mapping, dtype=torch.uint8)
+    pool.zero_()  # by all threads: the first touch is what allocates
+    if not torch.cuda.is_available():
+        yield pool
+        return
+    runtime = torch.cuda.cudart()
+    status = int(runtime.cudaHostRegister(pool.data_ptr(), num_bytes, 0))
+    if status:
+        raise MemoryError(f"{num_bytes} bytes cannot be pinned: CUDA error {status}")
+    try:
+        yield pool
+    finally:
+        # A kernel may still be reading.
+        torch.cuda.synchronize()
+        runtime.cudaHostUnregister(pool.data_ptr())
