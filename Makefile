@@ -22,8 +22,8 @@ status: setup  ## show services, workers and pools
 test: setup-dev check  ## install what tests need, run every check and every test
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-gpu:  ## run the tests that need a CUDA device, with the python that has a CUDA torch: PYTHON=python3
-	@$(PYTHON) -m pytest -m gpu -c /dev/null --rootdir=. --import-mode=importlib -p no:cacheprovider -W ignore::pytest.PytestUnknownMarkWarning tests/shared/engine/kernels tests/shared/engine/gpu $(ARGS)
+test-gpu:  ## run the kernels' and the GPU engine's tests, compiled; PYTHON has a CUDA torch, pytest and protobuf
+	@PYTHONPATH=. $(PYTHON) -m pytest -c /dev/null --rootdir=. --confcutdir=tests/shared/engine --import-mode=importlib -p no:cacheprovider -W ignore tests/shared/engine/kernels tests/shared/engine/gpu $(ARGS)
 
 check: setup-dev  ## format, lint, types, import contracts
 	@$(BIN)/ruff format --check .

@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 
@@ -44,7 +46,12 @@ def _rounded(value: float) -> float:
 
 
 def _commit() -> str:
-    """The commit measured; "+changes" when the code differs from it."""
+    """The commit measured; "+changes" when the code differs from it.
+
+    A copy without git, as on a borrowed GPU machine, is told it by $FARSPAN_COMMIT.
+    """
+    if told := os.environ.get("FARSPAN_COMMIT"):
+        return told
     commit = _git("rev-parse", "HEAD")
     changed = _git("status", "--porcelain", "--", ".", ":!benchmarks/results")
     return f"{commit}+changes" if changed else commit
@@ -57,8 +64,10 @@ def _git(*arguments: str) -> str:
 
 def _machine() -> str:
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return (
-        f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB;"
+        f"{', '.join([*gpus, _cpu_model()])}, {len(os.sched_getaffinity(0))} cores,"
+        f" {memory_gib:.0f} GiB;"
         f" {platform.system()} {platform.machine()}, Python {platform.python_version()},"
         f" torch {metadata.version('torch')}, transformers {metadata.version('transformers')}"
     )
