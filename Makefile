@@ -23,7 +23,7 @@ test: setup-dev check  ## install what tests need, run every check and every tes
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-gpu:  ## run the kernels' and the GPU engine's tests, compiled; PYTHON has a CUDA torch, pytest and protobuf
-	@PYTHONPATH=. $(PYTHON) -m pytest -c /dev/null --rootdir=. --confcutdir=tests/shared/engine --import-mode=importlib -p no:cacheprovider -W ignore tests/shared/engine/kernels tests/shared/engine/gpu tests/system/test_prefill_on_gpus.py $(ARGS)
+	@PYTHONPATH=. $(PYTHON) -m pytest -c /dev/null --rootdir=. --noconftest --import-mode=importlib -p no:cacheprovider -W ignore tests/shared/engine/kernels tests/shared/engine/gpu tests/system/test_prefill_on_gpus.py $(ARGS)
 
 check: setup-dev  ## format, lint, types, import contracts
 	@$(BIN)/ruff format --check .
