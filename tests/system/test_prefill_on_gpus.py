@@ -1,7 +1,8 @@
 """Prefill on one GPU and on two: the demo's tokens are the CPU engine's.
 
-bf16 rounds differently in another order, and a rounding can change which positions are chosen; so
-tokens are compared, and few may differ (end to end this is only sound on a trained model).
+The CPU computes in fp32, a GPU in bf16, and a rounding can change which positions are chosen. So
+few tokens may differ, and hardly any that the CPU is sure of: the same weights and activations in
+bf16 on the CPU give 96.3 % of fp32's greedy tokens on this prose.
 """
 
 from pathlib import Path
@@ -31,7 +32,9 @@ pytestmark = pytest.mark.gpu
 
 NUM_TOKENS = 1500
 CHUNK = 512
-FEWEST_EQUAL = 0.97
+FEWEST_EQUAL = 0.95
+SURE = 1.0  # nats by which the best token leads: half of the positions
+FEWEST_SURE_EQUAL = 0.995
 
 
 def prompt() -> np.ndarray:
@@ -50,11 +53,11 @@ def steps(num_ranks: int) -> list[PrefillStep]:
     return made
 
 
-def greedy(engine: PrefillEngine, model: Transformer, num_ranks: int) -> torch.Tensor:
-    """The greedy token after each position."""
+def logits(engine: PrefillEngine, model: Transformer, num_ranks: int) -> torch.Tensor:
+    """Of the token after each position."""
     hidden = [engine.hidden(step) for step in steps(num_ranks)]
     fresh = [hidden[0], *(rows[1:] for rows in hidden[1:])]
-    return model.logits(torch.cat(fresh)).argmax(-1).cpu()
+    return model.logits(torch.cat(fresh)).cpu()
 
 
 def on_gpu(rank: int, num_ranks: int, interleave: int) -> torch.Tensor:
@@ -72,7 +75,7 @@ def on_gpu(rank: int, num_ranks: int, interleave: int) -> torch.Tensor:
         Sharding(num_ranks, interleave),
         group,
     )
-    return greedy(PrefillEngine(model, context), model, num_ranks)
+    return logits(PrefillEngine(model, context), model, num_ranks)
 
 
 def run_rank(rank: int, num_ranks: int, interleave: int, folder: str) -> None:
@@ -86,19 +89,21 @@ def run_rank(rank: int, num_ranks: int, interleave: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> torch.Tensor:
-    """What the CPU engine draws."""
+    """The CPU engine's."""
     reference = demo.reference(NUM_TOKENS, "fp8_ds_mla")
-    return greedy(reference.engine, demo.model(), 1)
+    return logits(reference.engine, demo.model(), 1)
 
 
-def share_equal(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return float((ours == theirs).float().mean())
+def assert_same_tokens(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    best = theirs.topk(2, -1).values
+    is_sure = best[:, 0] - best[:, 1] > SURE
+    is_equal = (ours.argmax(-1) == theirs.argmax(-1)).float()
+    equal, sure_equal = float(is_equal.mean()), float(is_equal[is_sure].mean())
+    assert equal >= FEWEST_EQUAL and sure_equal >= FEWEST_SURE_EQUAL, (equal, sure_equal)
 
 
 def test_one_gpu_draws_the_cpus_tokens(expected: torch.Tensor) -> None:
-    equal = share_equal(on_gpu(0, 1, BLOCK_TOKENS), expected)
-
-    assert equal >= FEWEST_EQUAL, f"{equal:.4f} of the greedy tokens are equal"
+    assert_same_tokens(on_gpu(0, 1, BLOCK_TOKENS), expected)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -106,10 +111,10 @@ def test_one_gpu_draws_the_cpus_tokens(expected: torch.Tensor) -> None:
 def test_two_gpus_draw_the_cpus_tokens(
     expected: torch.Tensor, interleave: int, tmp_path: Path
 ) -> None:
-    """PCP 2 x DCP 2 x EP 2 over NCCL; both ranks agree to the bit."""
+    """PCP 2 x DCP 2 x EP 2 over NCCL; both ranks agree to the bit, and nearly with one GPU."""
     mp.spawn(run_rank, (2, interleave, str(tmp_path)), nprocs=2)
 
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert torch.equal(first, second)
-    equal = share_equal(first, expected)
-    assert equal >= FEWEST_EQUAL, f"{equal:.4f} of the greedy tokens are equal"
+    assert_same_tokens(first, expected)
+    assert_same_tokens(first, on_gpu(0, 1, BLOCK_TOKENS))
