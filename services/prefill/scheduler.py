@@ -23,7 +23,7 @@ class Prompt:
     request_id: str
     num_tokens: int
     num_done: int  # cached or computed; a multiple of 64 until the prompt is complete
-    lent: int | None = None  # the length of the shortest prompt that waits for this one's blocks
+    lent: int | None = None  # what is left for the shortest prompt that waits for this one's blocks
 
     @property
     def remaining(self) -> int:
@@ -34,6 +34,14 @@ class Prompt:
     def urgency(self) -> int:
         """Lower is sooner: who waits for a prompt must not wait behind others for it."""
         return self.remaining if self.lent is None else min(self.remaining, self.lent)
+
+
+@dataclass(frozen=True)
+class Lead:
+    """Why a prompt is held: another one is computing its next block."""
+
+    request_id: str  # of the one that leads
+    num_left: int  # tokens the held prompt must compute itself, behind what the other computes
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,7 @@ class PrefillScheduler:
         self._queue = AdmissionQueue({"blocks": num_blocks}, max_overtakes=max_overtakes)
         self._num_tokens: dict[str, int] = {}
         self._active: dict[str, Prompt] = {}  # in order of their start
+        self._held: dict[str, int] = {}  # what is left for those that others lead
         self._num_steps = 0
 
     @property
@@ -102,8 +111,12 @@ class PrefillScheduler:
 
     @property
     def uncomputed_tokens(self) -> int:
-        """Tokens that wait for computation, as far as known: hits of waiting prompts are not."""
-        return sum(self._num_tokens.values()) - sum(p.num_done for p in self._active.values())
+        """Tokens that wait for computation, as far as known: hits of waiting prompts are not, but
+        for those that wait for another one's blocks.
+        """
+        active = sum(prompt.remaining for prompt in self._active.values())
+        waiting = self._num_tokens.keys() - self._active.keys()
+        return active + sum(self._held.get(each, self._num_tokens[each]) for each in waiting)
 
     def enqueue(self, request_id: str, num_tokens: int) -> None:
         """Let a prompt wait. TooLong if the pool could never hold it; BadRequest if it is here."""
@@ -114,13 +127,14 @@ class PrefillScheduler:
     def admit(
         self,
         allocate: Callable[[str], int | None],
-        leader: Callable[[str], str | None] = lambda _: None,
+        lead: Callable[[str], Lead | None] = lambda _: None,
     ) -> list[str]:
         """Start prompts whose blocks are there.
 
         `allocate` takes a prompt's blocks and returns its hit tokens, or None if it cannot now.
-        `leader` names the prompt that is computing what this one needs next: it waits for that.
+        `lead` names the prompt that is computing what this one needs next: it waits for that.
         """
+        self._held.clear()
         for prompt in self._active.values():
             prompt.lent = None
 
@@ -132,10 +146,13 @@ class PrefillScheduler:
             return hit is not None
 
         def is_held(request_id: str) -> bool:
-            leads = self._active.get(leader(request_id) or "")
-            if leads is not None:
-                leads.lent = min(self._num_tokens[request_id], leads.lent or leads.num_tokens)
-            return leads is not None
+            found = lead(request_id)
+            leading = None if found is None else self._active.get(found.request_id)
+            if found is None or leading is None:
+                return False
+            self._held[request_id] = found.num_left
+            leading.lent = min(found.num_left, leading.lent or leading.num_tokens)
+            return True
 
         return self._queue.admit(reserve, is_held)
 

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 
 _WINDOW_S = 60.0
+_MOST_STEPS = 512  # enough for medians; short steps would be thousands
 _SHORTEST_S = 1e-9  # what a clock may tell of a step is nothing
 
 
@@ -40,7 +41,9 @@ class Throughput:
         """A step of so many tokens took so long."""
         self._steps.append((num_tokens, max(seconds, _SHORTEST_S)))
         self._seconds += self._steps[-1][1]
-        while len(self._steps) > 1 and self._seconds - self._steps[0][1] >= _WINDOW_S:
+        while len(self._steps) > _MOST_STEPS or (
+            len(self._steps) > 1 and self._seconds - self._steps[0][1] >= _WINDOW_S
+        ):
             self._seconds -= self._steps.popleft()[1]
         self._last_at_s = self._clock()
         self._figures = None

@@ -9,11 +9,12 @@ blocks. Knows nothing of gateways and decode workers.
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.prefill.scheduler import PlannedChunk, PrefillScheduler
+from services.prefill.scheduler import Lead, PlannedChunk, PrefillScheduler
 from services.prefill.throughput import Throughput
 from services.prefill.work import Work
 from shared import farspan_pb2 as pb
@@ -107,7 +108,7 @@ class Worker:
         """For ever; raises what the ranks raise."""
         while True:
             self._wake.clear()
-            self._scheduler.admit(self._allocate, self._leader)
+            self._scheduler.admit(self._allocate, self._lead)
             await self._publish_events()
             parts = self._plan()
             if parts:
@@ -128,16 +129,17 @@ class Worker:
         work.admit(allocation)
         return allocation.hit_tokens
 
-    def _leader(self, request_id: str) -> str | None:
+    def _lead(self, request_id: str) -> Lead | None:
         """Who is computing the first block of this prompt that is not there yet."""
         work = self._works[request_id]
-        if work.awaited not in self._computing:  # asked anew at every step: mostly this is enough
-            num_hit = self._allocator.hit_tokens(work.num_tokens, work.hashes) // BLOCK_TOKENS
-            # Of the last block at least one token is computed in any case.
-            is_usable = num_hit < (work.num_tokens - 1) // BLOCK_TOKENS
-            work.awaited = work.hashes[num_hit] if is_usable else None
+        if work.awaited not in self._computing:  # asked at every step: mostly it is
+            holds = self._allocator.can_find
+            place = _first(work, lambda block_hash: not holds(block_hash))
+            work.awaited = work.hashes[place] if place < _num_usable(work) else None
+            end = _first(work, lambda each: not holds(each) and each not in self._computing)
+            work.num_left = work.num_tokens - end * BLOCK_TOKENS
         leader = None if work.awaited is None else self._computing.get(work.awaited)
-        return None if leader is None else leader.request_id
+        return None if leader is None else Lead(leader.request_id, work.num_left)
 
     def _stop_computing(self, work: Work, block_hashes: Iterable[BlockHash]) -> None:
         for block_hash in block_hashes:
@@ -209,6 +211,16 @@ class Worker:
         batch = self._journal.commit()
         if batch is not None:
             await self._bus.publish(subjects.BLOCK_EVENTS, batch)
+
+
+def _num_usable(work: Work) -> int:
+    """Blocks that can be hits: of the last one at least a token is computed in any case."""
+    return min(len(work.hashes), (work.num_tokens - 1) // BLOCK_TOKENS)
+
+
+def _first(work: Work, is_so: Callable[[BlockHash], bool]) -> int:
+    """The first usable block of which this is so; what is there is there from the beginning on."""
+    return bisect_left(range(_num_usable(work)), True, key=lambda at: is_so(work.hashes[at]))
 
 
 def _copies(part: _Part) -> list[BlockCopy]:

@@ -59,16 +59,17 @@ class AdmissionQueue:
     ) -> list[str]:
         """Start what fits, in order. `reserve` takes the real room; False means not now.
 
-        What is held waits for something else than room, so nobody overtakes it.
+        What is held has room and waits for something else, so nobody overtakes it.
         """
         admitted = []
         passed: list[_Waiting] = []
         for request_id, waiting in list(self._waiting.items()):
-            if is_held(request_id):
-                continue
             if any(earlier.num_overtaken >= self._max_overtakes for earlier in passed):
                 break
-            if not self._fits(waiting.demand) or not reserve(request_id):
+            fits = self._fits(waiting.demand)
+            if fits and is_held(request_id):
+                continue
+            if not fits or not reserve(request_id):
                 passed.append(waiting)
                 continue
             for earlier in passed:

@@ -122,6 +122,10 @@ class BlockAllocator:
         """How many blocks num_tokens need."""
         return -(-num_tokens // self.block_tokens)
 
+    def can_find(self, block_hash: BlockHash) -> bool:
+        """Whether a block with this content is there."""
+        return block_hash in self._copies_of
+
     def hit_tokens(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> int:
         """The prefix hit an allocation would get now."""
         hit = self._match(prompt_tokens, hashes)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from services.prefill.scheduler import (
     AGE_EVERY,
+    Lead,
     PlannedChunk,
     PrefillScheduler,
     Prompt,
@@ -187,8 +188,9 @@ def test_a_prompt_waits_for_who_computes_its_beginning_and_hurries_it() -> None:
     submit(scheduler, "other", 700)
     scheduler.enqueue("follower", 640)
 
-    assert scheduler.admit(cold, {"follower": "long"}.get) == []
+    assert scheduler.admit(cold, {"follower": Lead("long", 192)}.get) == []
     assert scheduler.next_step() == [PlannedChunk("long", 0, 128)]
+    assert scheduler.uncomputed_tokens == 10_000 + 700 + 192, "the rest is computed for it"
     assert scheduler.admit(lambda _: 128) == ["follower"], "nobody leads it any more"
     assert [chunk.request_id for chunk in scheduler.next_step()] == ["follower"]
 
@@ -199,7 +201,20 @@ def test_a_leader_that_has_left_leads_nobody() -> None:
     scheduler.release("gone")
     scheduler.enqueue("follower", 640)
 
-    assert scheduler.admit(cold, lambda _: "gone") == ["follower"]
+    assert scheduler.admit(cold, lambda _: Lead("gone", 1)) == ["follower"]
+
+
+def test_a_turn_behind_a_long_cached_prefix_is_as_urgent_as_what_is_left_of_it() -> None:
+    """Its whole length would put the one it waits for behind every stranger."""
+    scheduler = make_scheduler(chunk_tokens=128)
+    submit(scheduler, "leader", 60_000)
+    scheduler.enqueue("turn", 100_000)
+    for number in range(5):
+        scheduler.enqueue(str(number), 8000)
+
+    scheduler.admit(cold, {"turn": Lead("leader", 192)}.get)
+
+    assert [chunk.request_id for chunk in scheduler.next_step()] == ["leader"]
 
 
 def test_impossible_and_repeated_prompts_are_refused() -> None:

@@ -59,6 +59,18 @@ def test_a_step_takes_what_those_of_the_last_minute_took() -> None:
     assert throughput.step_s == pytest.approx(0.25)
 
 
+def test_many_short_steps_are_measured_by_the_latest() -> None:
+    """A minute of them would be sorted for each heartbeat."""
+    throughput = Throughput()
+    for _ in range(600):
+        throughput.add(10, 0.001)
+    for _ in range(512):
+        throughput.add(10, 0.002)
+
+    assert throughput.tokens_per_s == pytest.approx(5000)
+    assert throughput.step_s == pytest.approx(0.002)
+
+
 def test_a_step_longer_than_the_window_is_all_there_is() -> None:
     throughput = Throughput()
     throughput.add(10, 1.0)

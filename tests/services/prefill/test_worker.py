@@ -138,6 +138,18 @@ async def test_a_burst_with_one_prefix_computes_it_once(nats_url: str, num_ranks
         assert (await stranger.admitted).hit_tokens == 0
 
 
+async def test_what_others_compute_for_a_prompt_does_not_wait_for_computation(loop: Loop) -> None:
+    """Counted for each, a burst's prefix made the worker look fifteen times as busy as it was."""
+    loop.engine.hold()
+    for number in range(1, 4):
+        loop.work(str(number), [*range(200), *range(1000 * number, 1000 * number + 56)])
+    await until(lambda: loop.engine.is_running)
+
+    # 192 common tokens are three blocks; 64 of each prompt are its own.
+    assert loop.worker.load().waiting_tokens == 256 + 2 * 64
+    loop.engine.may_run.set()
+
+
 async def test_when_the_first_of_a_burst_leaves_the_next_one_computes(loop: Loop) -> None:
     """Behind the blocks that are there; nobody waits for somebody who is gone."""
     loop.engine.hold()

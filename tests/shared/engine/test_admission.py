@@ -93,6 +93,18 @@ def test_what_is_held_is_neither_overtaken_nor_in_the_way() -> None:
     assert queue.admit(always) == ["a"]
 
 
+def test_what_has_no_room_is_not_asked_whether_it_is_held() -> None:
+    """The answer costs something, and a long queue would ask for it at every step."""
+    queue = AdmissionQueue({"pages": 1}, max_overtakes=9)
+    queue.enqueue("a", {"pages": 1})
+    queue.enqueue("b", {"pages": 1})
+    asked: list[str] = []
+
+    queue.admit(always, lambda request_id: bool(asked.append(request_id)))
+
+    assert asked == ["a"]
+
+
 def test_release_is_told_whether_there_was_something_to_release() -> None:
     """Cancel and finish may cross; the second must not free twice."""
     queue = AdmissionQueue({"pages": 2}, max_overtakes=4)
