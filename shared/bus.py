@@ -86,6 +86,17 @@ class Bus:
         """Whether the server is reachable now."""
         return self._client.is_connected
 
+    async def answers(self, timeout_s: float) -> bool:
+        """Whether the server does, within the time: it has handled all that was sent before.
+
+        Not so after the client's flush(), whose PING overtakes buffered commands.
+        """
+        try:
+            await self._client.request(self._client.new_inbox(), timeout=timeout_s)
+        except nats.errors.Error as error:
+            return isinstance(error, nats.errors.NoRespondersError)
+        return True
+
     async def publish(self, subject: Subject[MessageT], message: MessageT, **ids: str) -> None:
         """Send to whoever listens now. Raises TooLong above the server's max_payload.
 
@@ -238,24 +249,14 @@ class Bus:
 
         subscription = await self._client.subscribe(name, queue=queue, cb=in_turn)
         try:
-            await self._settle()
+            if self.is_connected:  # else the client repeats its subscriptions on reconnecting
+                await self.answers(_CONNECT_S)
             yield
         finally:
             with suppress(nats.errors.Error):  # the connection is closed: so is the subscription
                 await subscription.unsubscribe()
             async with turn:  # wait until a handler that was running has ended
                 pass
-
-    async def _settle(self) -> None:
-        """Return when the server has handled all that was sent before.
-
-        The client's own flush() does not promise that: its PING overtakes buffered commands. A
-        request keeps its place in the buffer, and one that nobody hears is answered by the server.
-        If the server is away, the client repeats its subscriptions on reconnecting.
-        """
-        if self.is_connected:
-            with suppress(nats.errors.Error):
-                await self._client.request(self._client.new_inbox(), timeout=_CONNECT_S)
 
 
 class _Watch:

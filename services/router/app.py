@@ -14,6 +14,7 @@ from services.router import ledger, records
 from services.router.config import RouterConfig
 from services.router.fleet import Fleet
 from services.router.gateways import Gateways
+from services.router.hearing import Hearing
 from services.router.journal import Journal
 from services.router.ledger import LONGEST_LEASE_S, Ledger
 from services.router.policy import Decision, Judgement
@@ -33,9 +34,6 @@ logger = logging.getLogger(__name__)
 
 _CONTRACT_VERSION = "1.0.0"
 _WATCH_S = 0.25
-# Workers speak twice a second. Who hears none of them, nor any gateway, for so long is deaf itself:
-# its process stood still, or NATS did.
-_DEAF_S = 2.0
 _GAUGES = {"open_promises", "workers", "index_up", "redis_up"}  # of the figures; others only grow
 
 
@@ -55,7 +53,7 @@ class Router:
         self._journal = Journal(config.id, config.decisions_kept, config.decisions_file)
         self._is_index_away = False
         self._is_learning = True
-        self._heard_s = time.monotonic()  # when anybody was heard
+        self._hearing = Hearing(bus, _WATCH_S, config.silence_s)
         self._misfits: set[str] = set()  # workers whose heartbeats make no sense
         self._counts: Counter[str] = Counter()
         self._figures: dict[str, int] = {}
@@ -104,7 +102,7 @@ class Router:
 
     async def on_heartbeat(self, heartbeat: pb.Heartbeat) -> None:
         """Keep the fleet's view fresh. A worker that tells nonsense is not part of it."""
-        self._heard_s = time.monotonic()
+        self._hearing.note()
         try:
             self._fleet.observe(heartbeat)
         except BadRequest as error:
@@ -121,7 +119,7 @@ class Router:
 
     async def on_gateway_alive(self, alive: pb.GatewayAlive) -> None:
         """Keep the promises made to this gateway."""
-        self._heard_s = time.monotonic()
+        self._hearing.note()
         self._gateways.hear(alive.gateway_id)
 
     def decisions(self, name: str) -> list[pb.DecisionRecord]:
@@ -151,8 +149,7 @@ class Router:
         have left.
         """
         while True:
-            is_deaf = time.monotonic() - self._heard_s > _DEAF_S
-            if is_deaf or not self._bus.is_connected:
+            if await self._hearing.is_lost():
                 self._fleet.excuse_silence()
                 self._gateways.excuse_silence()
             self._end_for_the_dead()

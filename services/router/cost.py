@@ -58,7 +58,10 @@ def prefill_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates
     own_tokens = prompt_tokens - hit_tokens
     tokens_per_s = max(load.tokens_per_s, rates.prefill_tokens_per_s)
     before_s = _tokens_before(worker, own_tokens) / tokens_per_s
-    queue_s = before_s + _step_wait_s(worker)
+    # What others compute for this prompt too must be there before its own part begins.
+    awaited_tokens = hit_tokens if hit is not None and hit.is_on_the_way else 0
+    awaited_s = min(awaited_tokens, _queued_tokens(worker)) / tokens_per_s
+    queue_s = max(before_s, awaited_s) + _step_wait_s(worker)
     is_measured = load.tokens_per_s > 0 and load.measured_age_s < _STALE_S
     own_s = own_tokens / tokens_per_s
     if hit is not None and hit.tier == pb.TIER_HOST:
@@ -85,14 +88,16 @@ def prefill_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates
 def makes_third_copy(request: pb.PlaceRequest, hits: Sequence[Hit | None], hit: Hit | None) -> bool:
     """Whether a worker with this hit would compute what two of `hits` are computing for others.
 
-    Only what is nearly the whole prompt counts: all but an eighth, or but a block. A longer tail
-    may be worth a copy, and the price decides.
+    Only if that is nearly the whole prompt, for a longer tail may be worth a copy, and if it is
+    much: an eighth and a block, since what is common need not end with one.
     """
     lengths = sorted(each.num_blocks for each in hits if each is not None and each.is_on_the_way)
-    if len(lengths) < 2 or (hit is not None and hit.num_blocks >= lengths[-2]):
+    if len(lengths) < 2:
         return False
+    little = request.num_prompt_tokens // 8 + BLOCK_TOKENS
     tail_tokens = request.num_prompt_tokens - lengths[-2] * BLOCK_TOKENS
-    return tail_tokens <= max(BLOCK_TOKENS, request.num_prompt_tokens // 8)
+    again_tokens = (lengths[-2] - (0 if hit is None else hit.num_blocks)) * BLOCK_TOKENS
+    return tail_tokens <= little < again_tokens
 
 
 def measured(workers: Iterable[Worker], rates: Rates) -> dict[int, Rates]:
@@ -199,7 +204,7 @@ def _tokens_before(worker: Worker, own_tokens: int) -> float:
 
 
 def _step_wait_s(worker: Worker) -> float:
-    """What steps cost a prompt behind others, however little they compute: one of average length.
+    """What steps cost a prompt behind others, however little they compute: a usual one.
 
     Half of it is what is left of the step that runs, which nobody interrupts; the other half is
     what the others fill the prompt's own last step with.

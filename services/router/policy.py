@@ -16,7 +16,7 @@ from shared import farspan_pb2 as pb
 from shared.errors import DeadlineExceeded, FarspanError, Overloaded, TooLong
 from shared.layout_key import LayoutKey
 
-_BURST = 32  # requests that may wait at a worker for what it is computing already
+_BURST = 16  # requests that may wait at each of two workers for what both are computing
 _ROLE_NAMES = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode"}
 _Price = Callable[[pb.PlaceRequest, Worker, Hit | None, Rates], Bid]
 

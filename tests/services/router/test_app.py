@@ -371,6 +371,18 @@ async def test_a_router_that_was_deaf_takes_nobody_for_dead(
     assert (figures["open_promises"], figures["ended_for_silent_gateways"]) == (0, 1)
 
 
+async def test_a_fleet_of_which_nobody_speaks_while_nats_answers_is_dead(
+    config: RouterConfig, link: Bus
+) -> None:
+    """Its workers were placed on for ever, as long as no gateway spoke."""
+    own = replace(config, silence_s=1.0)
+    async with index_of(own), routing(own, link, fleet()) as router:
+        await until(lambda: router.details()["workers"] == 0)
+        reply = await place(link, placing())
+
+    assert reply.failure.kind == pb.FAILURE_KIND_OVERLOADED
+
+
 async def test_a_heartbeat_that_makes_no_sense_is_counted_and_told_once(
     config: RouterConfig, link: Bus, caplog: pytest.LogCaptureFixture
 ) -> None:

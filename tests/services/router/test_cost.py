@@ -85,11 +85,25 @@ def test_a_third_copy_is_one_of_what_two_others_are_computing_now() -> None:
     third = partial(cost.makes_third_copy, request(1000))
 
     assert third([None, on_the_way, shorter], None)
-    assert third([None, on_the_way, shorter], Hit(13, pb.TIER_DEVICE))
+    assert third([None, on_the_way, shorter], Hit(10, pb.TIER_DEVICE))
     assert not third([known, on_the_way, shorter], known), "it has it already"
+    assert not third([None, on_the_way, shorter], Hit(12, pb.TIER_DEVICE)), "it has nearly all"
     assert not third([None, on_the_way, shorter], shorter), "it is one of the two"
     assert not third([None, known, on_the_way], None)
-    assert not cost.makes_third_copy(request(1100), [None, on_the_way, shorter], None)
+    assert not cost.makes_third_copy(request(1110), [None, on_the_way, shorter], None)
+
+
+def test_a_prefix_on_the_way_must_arrive_first() -> None:
+    """However little a prompt computes itself, and whatever it would overtake."""
+    busy = prefill("p0", load=load(waiting_tokens=6000, num_running=1))
+    on_the_way, there = Hit(90, pb.TIER_DEVICE, is_on_the_way=True), Hit(90, pb.TIER_DEVICE)
+
+    waits = cost.prefill_bid(request(6000), busy, on_the_way, RATES)
+    overtakes = cost.prefill_bid(request(6000), busy, there, RATES)
+
+    assert "queue 0.576 s" in waits.figures
+    assert overtakes.cost_s < waits.cost_s
+    assert waits.earliest_s == overtakes.earliest_s, "how far it is nobody knows"
 
 
 def test_blocks_that_hold_nothing_are_taken_first_and_cost_nothing() -> None:

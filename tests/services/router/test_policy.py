@@ -455,24 +455,38 @@ SPEEDS = st.sampled_from([(0.0, 0.0), (10_000.0, 0.1), (800.0, 2.5)])
 @given(st.integers(128, 200_000), st.integers(2, 8), SPEEDS, st.randoms(use_true_random=False))
 @example(500, 8, (10_000.0, 0.1), random.Random(0))
 @example(640, 8, (800.0, 2.5), random.Random(0))
+@example(515, 8, (800.0, 2.5), random.Random(0))
 @settings(max_examples=40, deadline=None)
 def test_a_burst_with_one_prefix_goes_to_two_workers_at_most(
     prefix_tokens: int, num_workers: int, speed: tuple[float, float], rng: random.Random
 ) -> None:
     """32 arrivals before any event or heartbeat (C8), whatever speeds and steps were measured.
 
-    Tails are up to an eighth of the prompt, or a block; were they as long as the prefix, spreading
-    would be right.
+    Tails are up to an eighth of the prefix; were they as long as it, spreading would be right.
     """
     tokens_per_s, step_s = speed
     measured = load(tokens_per_s=tokens_per_s, step_s=step_s)
     promised = Burst(num_workers, measured)
-    shared_blocks = prefix_tokens // 64
     for _ in range(32):
-        tail_tokens = rng.randrange(0, max(64, shared_blocks * 64 // 7))
-        promised.place(shared_blocks * 64 + tail_tokens, shared_blocks)
+        promised.place(prefix_tokens + rng.randrange(prefix_tokens // 8 + 1), prefix_tokens // 64)
 
     assert len(promised.used) <= 2
+
+
+def test_who_holds_nearly_all_of_a_prompt_makes_no_third_copy() -> None:
+    """It may be the only one that is in time: the two have just begun."""
+    busy = [
+        prefill(name, Promised(prefill_tokens=104_000, num_new=1), load=load(tokens_per_s=8000.0))
+        for name in ("p0", "p1")
+    ]
+    fleet = [*busy, prefill("p2", load=load(tokens_per_s=8000.0)), decode("d0")]
+    hits = {
+        WorkerKey("p0", 1): Hit(1625, pb.TIER_DEVICE, is_on_the_way=True),
+        WorkerKey("p1", 1): Hit(1625, pb.TIER_DEVICE, is_on_the_way=True),
+        WorkerKey("p2", 1): Hit(1500, pb.TIER_DEVICE),
+    }
+
+    assert chosen(request(104_064), fleet, hits)[0] == "p2"
 
 
 def test_more_than_a_burst_is_spread_again() -> None:
