@@ -12,7 +12,8 @@ from shared import farspan_pb2 as pb
 from shared.block_hash import BLOCK_TOKENS
 from shared.block_journal import BlockJournal
 from shared.bus import Bus
-from shared.engine.kv.allocator import Allocation, BlockAllocator, Cleared, Removed, Stored
+from shared.engine.kv.allocator import Allocation, BlockAllocator
+from shared.engine.kv.cache_events import Cleared, Removed, Stored
 
 
 @dataclass

@@ -22,7 +22,8 @@ from shared import subjects, telemetry
 from shared.block_hash import BLOCK_TOKENS, BlockHash
 from shared.block_journal import BlockJournal
 from shared.bus import Bus
-from shared.engine.kv.allocator import Allocation, BlockAllocator, Cleared, Removed, Stored
+from shared.engine.kv.allocator import Allocation, BlockAllocator
+from shared.engine.kv.cache_events import Cleared, Removed, Stored
 from shared.engine.step import BlockCopy, Chunk, PrefillStep, StepResult
 
 

@@ -11,31 +11,10 @@ from dataclasses import dataclass, field
 from typing import NewType
 
 from shared.block_hash import BLOCK_TOKENS, BlockHash
+from shared.engine.kv.cache_events import CacheEvent, Cleared, Removed, Stored
 from shared.engine.step import BlockCopy
 
 BlockId = NewType("BlockId", int)
-
-
-@dataclass(frozen=True)
-class Stored:
-    """These hashes can be found from now on, in chain order."""
-
-    hashes: tuple[BlockHash, ...]
-
-
-@dataclass(frozen=True)
-class Removed:
-    """The last copy of each of these hashes is gone, tail before head."""
-
-    hashes: tuple[BlockHash, ...]
-
-
-@dataclass(frozen=True)
-class Cleared:
-    """Nothing can be found any more."""
-
-
-CacheEvent = Stored | Removed | Cleared
 
 
 @dataclass(eq=False)

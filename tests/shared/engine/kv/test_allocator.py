@@ -6,13 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shared.block_hash import BLOCK_TOKENS, BlockHash, block_hashes, namespace
-from shared.engine.kv.allocator import (
-    Allocation,
-    BlockAllocator,
-    Cleared,
-    Removed,
-    Stored,
-)
+from shared.engine.kv.allocator import Allocation, BlockAllocator
+from shared.engine.kv.cache_events import Cleared, Removed, Stored
 from shared.engine.step import BlockCopy
 
 NAMESPACE = namespace("model", "revision")
