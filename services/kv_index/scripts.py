@@ -6,7 +6,7 @@
 # ARGV: worker id, epoch, prefix of the worker's keys, seconds to keep.
 _BEGIN = """
 local valid = redis.call('HGET', KEYS[1], ARGV[1])
-if valid and valid > ARGV[2] then return 'done' end
+if valid and #valid == 20 and valid > ARGV[2] then return 'done' end
 if valid ~= ARGV[2] then
   if valid then
     local old = ARGV[3] .. valid

@@ -4,16 +4,19 @@ farspan:kv:v2:epochs                      hash    worker id -> epoch; what is no
 farspan:kv:v2:life:{id}:{epoch}:sequence  string  the last batch that is in the sets
 farspan:kv:v2:life:{id}:{epoch}:{tier}    set     block hashes in `device` or `host`
 farspan:kv:v2:over                        zset    {epoch}:{end}:{id}, and when that was written
+
+Whatever cannot be read, by another version or of another hand, is as if it were not there.
 """
 
 import asyncio
+import logging
 import ssl
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from redis.exceptions import (
     AuthenticationError,
@@ -30,6 +33,9 @@ from services.kv_index.holdings import Delta, Extent
 from shared.block_hash import HASH_BYTES
 from shared.redis_link import open_redis, place
 
+logger = logging.getLogger(__name__)
+
+_Parsed = TypeVar("_Parsed")
 _EPOCHS = "farspan:kv:v2:epochs"
 _OVER = "farspan:kv:v2:over"
 _TIERS = {DEVICE_BIT: "device", HOST_BIT: "host"}
@@ -60,6 +66,7 @@ class Store:
         self._replace = self._redis.register_script(scripts.REPLACE)
         self._retire = self._redis.register_script(scripts.RETIRE)
         self.place = place(url)
+        self._num_strange: dict[str, int] = {}  # by key, as told
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -96,11 +103,7 @@ class Store:
         """The last lives that are over for good, oldest first."""
         async with _answering():
             members = await self._redis.zrange(_OVER, 0, -1)
-        over: dict[Life, End] = {}
-        for member in members:
-            epoch, end, worker_id = member.decode().split(":", 2)
-            over[Life(worker_id, int(epoch))] = End(end)
-        return over
+        return dict(self._understood(_OVER, members, _parse_over))
 
     async def note_over(self, over: Mapping[Life, End]) -> None:
         """Remember that these lives are over; one that was refused may have stopped since."""
@@ -127,7 +130,7 @@ class Store:
                 pipeline.expire(device, _KEEP_S).expire(host, _KEEP_S)
             epochs, *answers = await pipeline.execute()
         return {
-            life: Extent(int(sequence or 0), num_device + num_host)
+            life: Extent(_number(sequence), num_device + num_host)
             for life, sequence, num_device, num_host in zip(
                 lives, answers[::5], answers[1::5], answers[2::5], strict=True
             )
@@ -152,16 +155,32 @@ class Store:
     async def _lives(self) -> list[Life]:
         async with _answering():
             epochs: Mapping[bytes, bytes] = await self._redis.hgetall(_EPOCHS)
-        return [Life(worker.decode(), int(epoch)) for worker, epoch in epochs.items()]
+        return self._understood(_EPOCHS, epochs.items(), _parse_life)
+
+    def _understood(
+        self, key: str, entries: Iterable[Any], parse: Callable[[Any], _Parsed]
+    ) -> list[_Parsed]:
+        """The entries of a key that can be read; how many cannot is told when it has grown."""
+        understood, strange = [], []
+        for entry in entries:
+            try:
+                understood.append(parse(entry))
+            except ValueError:
+                strange.append(entry)
+        if len(strange) > self._num_strange.get(key, 0):
+            logger.warning("%d entries of %s cannot be read: %.100r", len(strange), key, strange)
+        self._num_strange[key] = len(strange)
+        return understood
 
     async def _load(self, life: Life) -> Delta:
         _, sequence_key, *tier_keys = _keys(life)
         async with _answering():
-            sequence = int(await self._redis.get(sequence_key) or 0)
+            sequence = _number(await self._redis.get(sequence_key))
         changes = []
         for bit, key in zip(_TIERS, tier_keys, strict=True):
             found = dict.fromkeys(await self._members(key))
-            changes.append(Change(bit, True, b"".join(found)))
+            hashes = (member for member in found if len(member) == HASH_BYTES)
+            changes.append(Change(bit, True, b"".join(hashes)))
         return Delta(life, None, sequence, tuple(changes))
 
     async def _members(self, key: str) -> list[bytes]:
@@ -216,6 +235,20 @@ def _key_prefix(worker_id: str) -> str:
 
 def _over_member(life: Life, end: End) -> str:
     return f"{_digits(life.epoch)}:{end}:{life.worker_id}"
+
+
+def _parse_over(member: bytes) -> tuple[Life, End]:
+    epoch, end, worker_id = member.decode().split(":", 2)
+    return Life(worker_id, int(epoch)), End(end)
+
+
+def _parse_life(entry: tuple[bytes, bytes]) -> Life:
+    worker_id, epoch = entry
+    return Life(worker_id.decode(), int(epoch))
+
+
+def _number(digits: bytes | None) -> int:
+    return int(digits) if digits and digits.isdigit() else 0
 
 
 def _split(packed: bytes) -> Iterable[bytes]:

@@ -264,6 +264,26 @@ async def test_a_stopped_worker_stays_gone_from_a_replica_that_starts(
         assert worker.replays == []
 
 
+async def test_an_end_that_is_not_understood_stops_no_replica(
+    config: KvIndexConfig, redis_server: LocalServer, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """Neither one that runs nor one that starts; the copy is written all the same."""
+    own = replace(config, redis_url=f"redis://{redis_server.address}/0")
+    async with serving(own) as client:
+        async with aclosing(Redis.from_url(own.redis_url)) as redis:
+            await redis.zadd("farspan:kv:v2:over", {"garbage": 1})
+        await FakeWorker(link, life).store(chain)
+        await eventually(client, chain, {life: (10, pb.TIER_DEVICE)})
+        async with aclosing(Store(own.redis_url)) as store:
+            await store.note_over({life: End.STOPPED})
+        await eventually(client, chain, {})
+        await FakeWorker(link, next_life(life)).store(chain)
+        await eventually(client, chain, {next_life(life): (10, pb.TIER_DEVICE)})
+
+    async with serving(own) as client:
+        assert await hits(client, chain) == {next_life(life): (10, pb.TIER_DEVICE)}
+
+
 @pytest.mark.parametrize("is_refused", [False, True])
 async def test_a_replica_that_missed_the_end_of_a_life_learns_of_it(
     config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash], is_refused: bool
