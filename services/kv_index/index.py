@@ -18,7 +18,7 @@ from shared.block_hash import HASH_BYTES
 
 _MAX_KNOWN_SETS = 4096
 _NEVER = (0, End.SILENT)
-_MAX_OVER = 4096  # workers that are gone; what is late of them comes within seconds
+MAX_OVER = 4096  # workers that are gone; what is late of them comes within seconds
 # Of the table: with less room whole workers are not asked for again, with more they always are.
 _ROOM_AGAIN, _ENOUGH_ROOM = 0.1, 0.5
 
@@ -260,7 +260,7 @@ class Index:
         last = self._over.pop(life.worker_id, _NEVER)
         is_news = life.epoch > last[0] or (life.epoch == last[0] and end is End.STOPPED)
         self._over[life.worker_id] = (life.epoch, end) if is_news else last
-        if len(self._over) > _MAX_OVER:
+        if len(self._over) > MAX_OVER:
             del self._over[next(iter(self._over))]
 
     def _reseat(self, holdings: Holdings) -> None:
