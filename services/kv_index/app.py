@@ -76,7 +76,11 @@ class KvIndex:
         if heartbeat.state == pb.SERVICE_STATE_STOPPED:
             self._end(life, End.STOPPED)
             return
+        now_s = time.monotonic()
         if self._is_left_out(life):
+            if heartbeat.state == pb.SERVICE_STATE_READY and not self._index.is_refused(life):
+                past_epoch = self._index.past_epoch(life.worker_id)
+                self._watch.note_shadowed(life, past_epoch, now_s)
             return
         if heartbeat.HasField("layout"):
             try:
@@ -84,7 +88,6 @@ class KvIndex:
             except BadRequest as error:
                 self._refuse(life, error)
                 return
-        now_s = time.monotonic()
         self._heard_s[life] = now_s
         delta = self._index.heartbeat(life, heartbeat.event_sequence, heartbeat.block_digest)
         self._mirror.append(delta)
@@ -102,10 +105,11 @@ class KvIndex:
     async def sweep(self, forget_after_s: float) -> None:
         """For ever forget workers that fell silent; silence while NATS is away does not count."""
         while True:
-            self._forget_silent(time.monotonic(), forget_after_s)
+            now_s = time.monotonic()
+            self._forget_silent(now_s, forget_after_s)
             self._index.tidy()
             self._watch.note_doubted(self._index.doubted)
-            self._watch.keep(self._index.sequences)
+            self._watch.keep(self._index.sequences, now_s)
             self._measure()
             await asyncio.sleep(_SWEEP_S)
 

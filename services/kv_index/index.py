@@ -169,11 +169,13 @@ class Index:
 
     def is_over(self, life: Life) -> bool:
         """Whether a life is past, so that what still arrives of it is late."""
-        holdings = self._workers.get(life.worker_id)
-        if holdings is not None and holdings.life.epoch > life.epoch:
-            return True
-        epoch, _ = self._over.get(life.worker_id, _NEVER)
-        return life.epoch <= epoch
+        return life.epoch <= self.past_epoch(life.worker_id)
+
+    def past_epoch(self, worker_id: str) -> int:
+        """The last epoch in which nothing of a worker is followed any more; 0 if there is none."""
+        epoch, _ = self._over.get(worker_id, _NEVER)
+        holdings = self._workers.get(worker_id)
+        return epoch if holdings is None else max(epoch, holdings.life.epoch - 1)
 
     def is_refused(self, life: Life) -> bool:
         """Whether a life is over because it was refused, and the worker has begun no other."""

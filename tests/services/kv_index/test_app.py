@@ -558,6 +558,63 @@ async def test_a_worker_that_works_in_silence_shows(
         await until(mute, 0)
 
 
+@pytest.mark.parametrize("is_over", [True, False])
+async def test_a_worker_whose_clock_went_back_shows(
+    config: KvIndexConfig,
+    link: Bus,
+    life: Life,
+    chain: list[BlockHash],
+    is_over: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is not heard before its clock has caught up with what is known: that is told."""
+    hour_ns = 3600 * 10**9
+    worker = FakeWorker(link, Life(life.worker_id, life.epoch - hour_ns))
+
+    async def shadowed() -> object:
+        await worker.beat()
+        return (await figures(config)).get("shadowed_workers")
+
+    async with serving(replace(config, mute_after_s=0.5)) as client, worker.answering():
+        before = FakeWorker(link, life)
+        await before.beat(pb.SERVICE_STATE_STOPPED if is_over else pb.SERVICE_STATE_READY)
+        await worker.store(chain)
+        await until(shadowed, 1)
+        told = [each.message for each in caplog.records if each.levelname == "ERROR"]
+        assert len(told) == 1 and life.worker_id in told[0]
+
+        reborn = FakeWorker(link, next_life(life))
+        await reborn.store(chain)
+        await eventually(client, chain, {next_life(life): (10, pb.TIER_DEVICE)})
+
+        async def ended() -> object:
+            return (await figures(config)).get("shadowed_workers")
+
+        await until(ended, 0)
+
+
+async def test_a_worker_whose_clock_went_back_is_heard_when_its_later_life_has_been_silent(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """A life that did not say goodbye may return, and ends the earlier one then."""
+    later = next_life(life)
+    async with (
+        serving(replace(config, forget_after_s=0.5)) as client,
+        FakeWorker(link, life).answering() as worker,
+    ):
+        await FakeWorker(link, later).beat()
+        await worker.store(chain)
+        assert await hits(client, chain) == {}
+
+        async def heard() -> object:
+            await worker.beat()
+            return await hits(client, chain)
+
+        await until(heard, {life: (10, pb.TIER_DEVICE)})
+        await FakeWorker(link, later).store(chain[:3])
+        await eventually(client, chain, {later: (3, pb.TIER_DEVICE)})
+
+
 async def test_a_full_index_serves_what_it_has(
     config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
 ) -> None:
