@@ -27,7 +27,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from services.kv_index import scripts
+from services.kv_index import events, scripts
 from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, End, Life
 from services.kv_index.holdings import Delta, Extent
 from shared.block_hash import HASH_BYTES
@@ -239,7 +239,10 @@ def _over_member(life: Life, end: End) -> str:
 
 def _parse_over(member: bytes) -> tuple[Life, End]:
     epoch, end, worker_id = member.decode().split(":", 2)
-    return Life(worker_id, int(epoch)), End(end)
+    life = Life(worker_id, int(epoch))
+    if events.is_ahead(life, time.time_ns()):
+        raise ValueError(f"{life} begins in the far future")
+    return life, End(end)
 
 
 def _parse_life(entry: tuple[bytes, bytes]) -> Life:

@@ -37,6 +37,7 @@ class Watch:
         self._silences: dict[Life, _Silence] = {}
         self._doubted: set[Life] = set()
         self._shadows: dict[Life, _Shadow] = {}
+        self._ahead_s: dict[Life, float] = {}  # when last heard of
 
     @property
     def counts(self) -> dict[str, int]:
@@ -45,6 +46,7 @@ class Watch:
             "mute_workers": sum(silence.is_told for silence in self._silences.values()),
             "doubted_workers": len(self._doubted),
             "shadowed_workers": sum(shadow.is_told for shadow in self._shadows.values()),
+            "ahead_workers": len(self._ahead_s),
         }
 
     def note(self, life: Life, *, is_working: bool, is_known: bool, now_s: float) -> None:
@@ -85,6 +87,17 @@ class Watch:
             )
         self._shadows[life] = _Shadow(since_s, now_s, is_told)
 
+    def note_ahead(self, life: Life, now_s: float) -> None:
+        """A message of a life that begins in the far future."""
+        if life not in self._ahead_s:
+            logger.error(
+                "worker %s is not believed: its epoch is %s, more than a day ahead of this clock."
+                " Start it again when both clocks are right",
+                life.worker_id,
+                _moment(life.epoch),
+            )
+        self._ahead_s[life] = now_s
+
     def keep(self, followed: Container[Life], now_s: float) -> None:
         """Forget silences of lives that are not followed, and others when they fall silent."""
         oldest_s = now_s - self._grace_s
@@ -93,6 +106,9 @@ class Watch:
             life: shadow
             for life, shadow in self._shadows.items()
             if life not in followed and shadow.heard_s >= oldest_s
+        }
+        self._ahead_s = {
+            life: heard_s for life, heard_s in self._ahead_s.items() if heard_s >= oldest_s
         }
 
 

@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 from services.kv_index import app
 from services.kv_index.config import KvIndexConfig
 from services.kv_index.events import End, Life
+from services.kv_index.holdings import Delta
 from services.kv_index.store import Store
 from services.local.servers import free_port, redis_command
 from shared import bus, prefix_rpc, subjects
@@ -613,6 +614,46 @@ async def test_a_worker_whose_clock_went_back_is_heard_when_its_later_life_has_b
         await until(heard, {life: (10, pb.TIER_DEVICE)})
         await FakeWorker(link, later).store(chain[:3])
         await eventually(client, chain, {later: (3, pb.TIER_DEVICE)})
+
+
+@pytest.mark.parametrize("state", [pb.SERVICE_STATE_READY, pb.SERVICE_STATE_STOPPED])
+async def test_an_epoch_in_the_far_future_is_not_believed(
+    config: KvIndexConfig,
+    link: Bus,
+    life: Life,
+    chain: list[BlockHash],
+    state: pb.ServiceState,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One such message, or what an earlier version wrote of it, would end the id for ever."""
+    absurd = Life(life.worker_id, 2**64 - 1)
+    async with aclosing(Store(config.redis_url)) as store:
+        await store.note_over({absurd: End.STOPPED})
+        await store.append(Delta(absurd, None, 1, ()))
+
+    async def ahead() -> object:
+        return (await figures(config)).get("ahead_workers")
+
+    async with serving(config) as client:
+        await FakeWorker(link, absurd).beat(state)
+        await FakeWorker(link, absurd).store(chain)
+        await until(ahead, 1)
+        assert "2554" in caplog.text and life.worker_id in caplog.text
+
+        await FakeWorker(link, life).store(chain)
+        await eventually(client, chain, {life: (10, pb.TIER_DEVICE)})
+    async with serving(config) as client:
+        assert await hits(client, chain) == {life: (10, pb.TIER_DEVICE)}, "the copy is its own"
+
+
+async def test_a_clock_that_is_an_hour_ahead_is_believed(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """Clocks differ, and nobody knows whose is right."""
+    ahead = Life(life.worker_id, life.epoch + 3600 * 10**9)
+    async with serving(config) as client:
+        await FakeWorker(link, ahead).store(chain)
+        await eventually(client, chain, {ahead: (10, pb.TIER_DEVICE)})
 
 
 async def test_a_full_index_serves_what_it_has(

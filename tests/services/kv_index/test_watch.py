@@ -100,3 +100,17 @@ def test_a_past_life_that_is_heard_now_and_then_is_late() -> None:
         watch.note_shadowed(LIFE, 8, now_s)
 
     assert watch.counts["shadowed_workers"] == 0
+
+
+def test_a_life_that_begins_in_the_future_is_told_once_until_it_is_silent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch = Watch(grace_s=60)
+    for now_s in (1, 2, 3):
+        watch.note_ahead(LIFE, now_s)
+        watch.keep([], now_s)
+    assert watch.counts["ahead_workers"] == 1
+    assert len(caplog.records) == 1 and "w0" in caplog.text
+
+    watch.keep([], now_s=64)
+    assert watch.counts["ahead_workers"] == 0
