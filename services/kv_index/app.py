@@ -61,7 +61,7 @@ class KvIndex:
     async def on_events(self, batch: pb.BlockEvents) -> None:
         """Follow a worker's next batch."""
         life = events.life_of(batch.worker)
-        if self._is_left_out(life):
+        if self._is_ahead(life) or self._is_left_out(life):
             return
         try:
             self._mirror.append(self._index.apply(batch))
@@ -73,10 +73,16 @@ class KvIndex:
     async def on_heartbeat(self, heartbeat: pb.Heartbeat) -> None:
         """Learn of new lives, of lost tails, of drift, and of workers that stop."""
         life = events.life_of(heartbeat.worker)
+        if self._is_ahead(life):
+            return
         if heartbeat.state == pb.SERVICE_STATE_STOPPED:
             self._end(life, End.STOPPED)
             return
+        now_s = time.monotonic()
         if self._is_left_out(life):
+            if heartbeat.state == pb.SERVICE_STATE_READY and not self._index.is_refused(life):
+                past_epoch = self._index.past_epoch(life.worker_id)
+                self._watch.note_shadowed(life, past_epoch, now_s)
             return
         if heartbeat.HasField("layout"):
             try:
@@ -84,7 +90,6 @@ class KvIndex:
             except BadRequest as error:
                 self._refuse(life, error)
                 return
-        now_s = time.monotonic()
         self._heard_s[life] = now_s
         delta = self._index.heartbeat(life, heartbeat.event_sequence, heartbeat.block_digest)
         self._mirror.append(delta)
@@ -102,10 +107,11 @@ class KvIndex:
     async def sweep(self, forget_after_s: float) -> None:
         """For ever forget workers that fell silent; silence while NATS is away does not count."""
         while True:
-            self._forget_silent(time.monotonic(), forget_after_s)
+            now_s = time.monotonic()
+            self._forget_silent(now_s, forget_after_s)
             self._index.tidy()
             self._watch.note_doubted(self._index.doubted)
-            self._watch.keep(self._index.sequences)
+            self._watch.keep(self._index.sequences, now_s)
             self._measure()
             await asyncio.sleep(_SWEEP_S)
 
@@ -151,6 +157,14 @@ class KvIndex:
         logger.error("worker %s is left out until it starts again: %s", life.worker_id, error)
         self._end(life, End.REFUSED)
         self._note_refused(life)
+
+    def _is_ahead(self, life: Life) -> bool:
+        """Whether a message is of a life that cannot have begun; each counts."""
+        if not events.is_ahead(life, time.time_ns()):
+            return False
+        self._watch.note_ahead(life, time.monotonic())
+        self._num_refused += 1
+        return True
 
     def _is_left_out(self, life: Life) -> bool:
         """Whether a message is of a refused life, or of a past one; each counts."""
@@ -235,7 +249,8 @@ async def _load(index: Index, store: Store, mirror: Mirror) -> None:
     for over, end in (await store.over()).items():
         index.retire(over, end)
     for life in lives:
-        if index.restore(life.life, life.sequence, life.changes) is None:  # it is over
+        is_ahead = events.is_ahead(life.life, time.time_ns())
+        if is_ahead or index.restore(life.life, life.sequence, life.changes) is None:  # it is over
             mirror.retire(life.life)
     logger.info("loaded %d blocks of %d workers", index.num_blocks, len(lives))
 

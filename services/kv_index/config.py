@@ -24,6 +24,7 @@ class KvIndexConfig:
     # A worker beats twice a second; after ten minutes of silence its blocks are only in the way.
     # It costs nothing to be wrong: the next heartbeat makes the worker known and replays.
     forget_after_s: float = 600.0
-    # A worker that has worked for so long without a block event is reported: routers are blind.
+    # A worker that has worked for so long without a block event is reported: routers are blind. So
+    # is one that is ready for so long in a life that is over.
     mute_after_s: float = 60.0
     redis_check_interval_s: float = 5.0

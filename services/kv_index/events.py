@@ -14,6 +14,7 @@ from shared.errors import BadRequest
 DEVICE_BIT = 1
 HOST_BIT = 2
 TIER_BITS = (DEVICE_BIT, HOST_BIT)
+_MAX_AHEAD_NS = 86_400 * 10**9  # clocks differ; time zones are the largest honest mistake
 _BITS: dict[int, int] = {pb.TIER_DEVICE: DEVICE_BIT, pb.TIER_HOST: HOST_BIT}
 
 
@@ -49,6 +50,14 @@ def life_of(worker: pb.WorkerRef) -> Life:
     if not worker.worker_id or not worker.epoch:
         raise BadRequest("a worker reference needs an id and an epoch")
     return Life(worker.worker_id, worker.epoch)
+
+
+def is_ahead(life: Life, now_ns: int) -> bool:
+    """Whether a life begins so far in the future that its epoch cannot be one.
+
+    Who believed it would hear nothing of the worker's true lives any more.
+    """
+    return life.epoch > now_ns + _MAX_AHEAD_NS
 
 
 def changes(batch: pb.BlockEvents) -> list[Change | Cleared]:

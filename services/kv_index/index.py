@@ -18,7 +18,7 @@ from shared.block_hash import HASH_BYTES
 
 _MAX_KNOWN_SETS = 4096
 _NEVER = (0, End.SILENT)
-_MAX_OVER = 4096  # workers that are gone; what is late of them comes within seconds
+MAX_OVER = 4096  # workers that are gone; what is late of them comes within seconds
 # Of the table: with less room whole workers are not asked for again, with more they always are.
 _ROOM_AGAIN, _ENOUGH_ROOM = 0.1, 0.5
 
@@ -169,11 +169,13 @@ class Index:
 
     def is_over(self, life: Life) -> bool:
         """Whether a life is past, so that what still arrives of it is late."""
-        holdings = self._workers.get(life.worker_id)
-        if holdings is not None and holdings.life.epoch > life.epoch:
-            return True
-        epoch, _ = self._over.get(life.worker_id, _NEVER)
-        return life.epoch <= epoch
+        return life.epoch <= self.past_epoch(life.worker_id)
+
+    def past_epoch(self, worker_id: str) -> int:
+        """The last epoch in which nothing of a worker is followed any more; 0 if there is none."""
+        epoch, _ = self._over.get(worker_id, _NEVER)
+        holdings = self._workers.get(worker_id)
+        return epoch if holdings is None else max(epoch, holdings.life.epoch - 1)
 
     def is_refused(self, life: Life) -> bool:
         """Whether a life is over because it was refused, and the worker has begun no other."""
@@ -260,7 +262,7 @@ class Index:
         last = self._over.pop(life.worker_id, _NEVER)
         is_news = life.epoch > last[0] or (life.epoch == last[0] and end is End.STOPPED)
         self._over[life.worker_id] = (life.epoch, end) if is_news else last
-        if len(self._over) > _MAX_OVER:
+        if len(self._over) > MAX_OVER:
             del self._over[next(iter(self._over))]
 
     def _reseat(self, holdings: Holdings) -> None:

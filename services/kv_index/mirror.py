@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from services.kv_index.events import End, Life
 from services.kv_index.holdings import Delta, Extent
-from services.kv_index.index import Index
+from services.kv_index.index import MAX_OVER, Index
 from services.kv_index.store import Store, StoreAway
 
 logger = logging.getLogger(__name__)
@@ -158,15 +158,17 @@ class Mirror:
     async def _agree_who_is_over(self) -> None:
         """A goodbye, or a batch that is not understood, may reach one replica and not another."""
         copied = await self._store.over()
-        known, followed = self._index.over, self._index.sequences
+        known = self._index.over
         self._over.update(
             life for life, end in known.items() if copied.get(life) not in (end, End.STOPPED)
         )
-        for life, end in copied.items():
-            if life in followed or (end is End.STOPPED and self._index.is_refused(life)):
-                logger.warning("worker %s is over: another replica says %s", life.worker_id, end)
+        # No more than the index remembers: else the older and the newer drive one another out.
+        for life, end in list(copied.items())[-MAX_OVER:]:
+            is_more = end is End.STOPPED and self._index.is_refused(life)
+            if is_more or not self._index.is_over(life):
                 ended = self._index.retire(life, end)
                 if ended is not None:
+                    logger.warning("worker %s: another replica says %s", ended.worker_id, end)
                     self.retire(ended)
 
     def _note_back(self) -> None:

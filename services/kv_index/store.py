@@ -4,16 +4,19 @@ farspan:kv:v2:epochs                      hash    worker id -> epoch; what is no
 farspan:kv:v2:life:{id}:{epoch}:sequence  string  the last batch that is in the sets
 farspan:kv:v2:life:{id}:{epoch}:{tier}    set     block hashes in `device` or `host`
 farspan:kv:v2:over                        zset    {epoch}:{end}:{id}, and when that was written
+
+Whatever cannot be read, by another version or of another hand, is as if it were not there.
 """
 
 import asyncio
+import logging
 import ssl
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from redis.exceptions import (
     AuthenticationError,
@@ -24,11 +27,15 @@ from redis.exceptions import (
     ResponseError,
 )
 
+from services.kv_index import events, scripts
 from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, End, Life
 from services.kv_index.holdings import Delta, Extent
 from shared.block_hash import HASH_BYTES
 from shared.redis_link import open_redis, place
 
+logger = logging.getLogger(__name__)
+
+_Parsed = TypeVar("_Parsed")
 _EPOCHS = "farspan:kv:v2:epochs"
 _OVER = "farspan:kv:v2:over"
 _TIERS = {DEVICE_BIT: "device", HOST_BIT: "host"}
@@ -39,59 +46,6 @@ _KEEP_S = 86_400  # a life that no kv_index has followed for a day is only in th
 _STAGE_S = 60
 _MAX_OVER = 8192
 _PART_BYTES = 4096 * HASH_BYTES  # a command of this size keeps Redis from others for about 1 ms
-
-# Replicas of kv_index follow the same workers at different speeds. A step is taken only on exactly
-# the state it builds on, so a slow replica cannot undo a fast one, whoever dies in between. Epochs
-# are Unix nanoseconds, beyond Lua's exact integers: numbers are 20 digits and compare as text.
-# ARGV: worker id, epoch, prefix of the worker's keys, seconds to keep.
-_BEGIN = """
-local valid = redis.call('HGET', KEYS[1], ARGV[1])
-if valid and valid > ARGV[2] then return 'done' end
-if valid ~= ARGV[2] then
-  if valid then
-    local old = ARGV[3] .. valid
-    redis.call('UNLINK', old .. ':sequence', old .. ':device', old .. ':host')
-  end
-  redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-end
-local at = redis.call('GET', KEYS[2]) or string.rep('0', 20)
-"""
-_END = """
-for i = 2, 4 do redis.call('EXPIRE', KEYS[i], ARGV[4]) end
-return 'done'
-"""
-
-# ... previous sequence, sequence, then for each change a command, a key's number and its hashes.
-_APPEND = f"""{_BEGIN}
-if at >= ARGV[6] then return 'done' end
-if at ~= ARGV[5] then return 'behind' end
-for c = 7, #ARGV, 3 do
-  local packed = ARGV[c + 2]
-  for i = 1, #packed, 16000 do
-    local members = {{}}
-    for j = i, math.min(i + 15999, #packed), 16 do
-      members[#members + 1] = string.sub(packed, j, j + 15)
-    end
-    redis.call(ARGV[c], KEYS[tonumber(ARGV[c + 1])], unpack(members))
-  end
-end
-redis.call('SET', KEYS[2], ARGV[6])
-{_END}"""
-
-# ... sequence. KEYS[5] and KEYS[6] are the sets to take over; one that is not there is empty.
-_REPLACE = f"""{_BEGIN}
-if at > ARGV[5] then return 'done' end
-for i = 3, 4 do
-  redis.call('UNLINK', KEYS[i])
-  if redis.call('EXISTS', KEYS[i + 2]) == 1 then redis.call('RENAME', KEYS[i + 2], KEYS[i]) end
-end
-redis.call('SET', KEYS[2], ARGV[5])
-{_END}"""
-
-_RETIRE = """
-if redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] then redis.call('HDEL', KEYS[1], ARGV[1]) end
-redis.call('UNLINK', KEYS[2], KEYS[3], KEYS[4])
-"""
 
 
 class StoreAway(Exception):
@@ -108,10 +62,11 @@ class Store:
     def __init__(self, url: str, ca_file: Path | None = None) -> None:
         """Raises ConfigError if the URL or the file cannot be used."""
         self._redis = open_redis(url, ca_file, connect_timeout_s=_CONNECT_S)
-        self._append = self._redis.register_script(_APPEND)
-        self._replace = self._redis.register_script(_REPLACE)
-        self._retire = self._redis.register_script(_RETIRE)
+        self._append = self._redis.register_script(scripts.APPEND)
+        self._replace = self._redis.register_script(scripts.REPLACE)
+        self._retire = self._redis.register_script(scripts.RETIRE)
         self.place = place(url)
+        self._num_strange: dict[str, int] = {}  # by key, as told
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -148,11 +103,7 @@ class Store:
         """The last lives that are over for good, oldest first."""
         async with _answering():
             members = await self._redis.zrange(_OVER, 0, -1)
-        over: dict[Life, End] = {}
-        for member in members:
-            epoch, end, worker_id = member.decode().split(":", 2)
-            over[Life(worker_id, int(epoch))] = End(end)
-        return over
+        return dict(self._understood(_OVER, members, _parse_over))
 
     async def note_over(self, over: Mapping[Life, End]) -> None:
         """Remember that these lives are over; one that was refused may have stopped since."""
@@ -179,7 +130,7 @@ class Store:
                 pipeline.expire(device, _KEEP_S).expire(host, _KEEP_S)
             epochs, *answers = await pipeline.execute()
         return {
-            life: Extent(int(sequence or 0), num_device + num_host)
+            life: Extent(_number(sequence), num_device + num_host)
             for life, sequence, num_device, num_host in zip(
                 lives, answers[::5], answers[1::5], answers[2::5], strict=True
             )
@@ -204,16 +155,32 @@ class Store:
     async def _lives(self) -> list[Life]:
         async with _answering():
             epochs: Mapping[bytes, bytes] = await self._redis.hgetall(_EPOCHS)
-        return [Life(worker.decode(), int(epoch)) for worker, epoch in epochs.items()]
+        return self._understood(_EPOCHS, epochs.items(), _parse_life)
+
+    def _understood(
+        self, key: str, entries: Iterable[Any], parse: Callable[[Any], _Parsed]
+    ) -> list[_Parsed]:
+        """The entries of a key that can be read; how many cannot is told when it has grown."""
+        understood, strange = [], []
+        for entry in entries:
+            try:
+                understood.append(parse(entry))
+            except ValueError:
+                strange.append(entry)
+        if len(strange) > self._num_strange.get(key, 0):
+            logger.warning("%d entries of %s cannot be read: %.100r", len(strange), key, strange)
+        self._num_strange[key] = len(strange)
+        return understood
 
     async def _load(self, life: Life) -> Delta:
         _, sequence_key, *tier_keys = _keys(life)
         async with _answering():
-            sequence = int(await self._redis.get(sequence_key) or 0)
+            sequence = _number(await self._redis.get(sequence_key))
         changes = []
         for bit, key in zip(_TIERS, tier_keys, strict=True):
             found = dict.fromkeys(await self._members(key))
-            changes.append(Change(bit, True, b"".join(found)))
+            hashes = (member for member in found if len(member) == HASH_BYTES)
+            changes.append(Change(bit, True, b"".join(hashes)))
         return Delta(life, None, sequence, tuple(changes))
 
     async def _members(self, key: str) -> list[bytes]:
@@ -268,6 +235,23 @@ def _key_prefix(worker_id: str) -> str:
 
 def _over_member(life: Life, end: End) -> str:
     return f"{_digits(life.epoch)}:{end}:{life.worker_id}"
+
+
+def _parse_over(member: bytes) -> tuple[Life, End]:
+    epoch, end, worker_id = member.decode().split(":", 2)
+    life = Life(worker_id, int(epoch))
+    if events.is_ahead(life, time.time_ns()):
+        raise ValueError(f"{life} begins in the far future")
+    return life, End(end)
+
+
+def _parse_life(entry: tuple[bytes, bytes]) -> Life:
+    worker_id, epoch = entry
+    return Life(worker_id.decode(), int(epoch))
+
+
+def _number(digits: bytes | None) -> int:
+    return int(digits) if digits and digits.isdigit() else 0
 
 
 def _split(packed: bytes) -> Iterable[bytes]:

@@ -1,5 +1,6 @@
 import asyncio
 import uuid
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
 import pytest
@@ -120,3 +121,65 @@ async def test_a_retired_life_leaves_the_copy(redis_url: str) -> None:
         await mirror.write()
 
         assert life not in [whole.life for whole in await store.load()]
+
+
+async def test_every_replica_remembers_every_end_and_writes_it_again(
+    redis_server: LocalServer,
+) -> None:
+    """Also of a life it never followed: Redis may lose it after whoever saw it is gone."""
+    life, url = Life("w", 5), f"redis://{redis_server.address}/0"
+    ends = {life: End.STOPPED, Life("x", 7): End.REFUSED}
+    index = Index()
+    async with aclosing(Store(url)) as store, aclosing(Redis.from_url(url)) as redis:
+        mirror = Mirror(index, store, check_interval_s=0.01)
+        async with background(mirror.run()):
+
+            async def known() -> bool:
+                return index.over == ends
+
+            async def written() -> bool:
+                return await store.over() == ends
+
+            await store.note_over(ends)
+            await until(known)
+            await redis.flushall()
+            await until(written)
+
+    assert index.apply(one_more(life)) is None
+
+
+async def test_more_ends_than_a_replica_remembers_are_left_as_they_are(
+    redis_server: LocalServer,
+) -> None:
+    """The newest are learnt once; nothing is written for ever."""
+    url = f"redis://{redis_server.address}/0"
+    index = Index()
+    async with aclosing(Store(url)) as store:
+        for first in (0, 3000):
+            lives = [Life(f"w-{first + number}", 5) for number in range(3000)]
+            await store.note_over(dict.fromkeys(lives, End.STOPPED))
+        copied = await store.over()
+        mirror = Mirror(index, store, check_interval_s=0.01)
+        async with background(mirror.run()):
+            last = Life("last", 5)
+
+            async def known() -> bool:
+                return index.over.keys() == set(list(copied)[-4096:])
+
+            async def learnt() -> bool:
+                return index.is_over(last)
+
+            await until(known)
+            copied[last] = End.STOPPED
+            await store.note_over({last: End.STOPPED})
+            await until(learnt)
+            assert await known()
+            assert list(await store.over()) == list(copied)
+
+
+async def until(is_true: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(5):
+        while True:
+            if await is_true():
+                return
+            await asyncio.sleep(0.01)

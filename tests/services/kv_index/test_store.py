@@ -75,6 +75,33 @@ async def test_a_bounded_number_of_lives_that_are_over_is_remembered(
         assert over.keys() > set(lives)
 
 
+async def test_what_cannot_be_read_is_skipped_and_told_once(
+    redis_server: LocalServer, life: Life, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A later version's word, or somebody's hand, in any key; what is written again is whole."""
+    url = f"redis://{redis_server.address}/0"
+    async with aclosing(Store(url)) as store, aclosing(Redis.from_url(url)) as redis:
+        await store.note_over({life: End.STOPPED})
+        strange = ["garbage", b"\xff\xfe:1:2", "x:stopped:w", f"{EPOCH:020}:merged:w", ""]
+        await redis.zadd("farspan:kv:v2:over", dict.fromkeys(strange, 1))
+        for _ in range(3):
+            assert await store.over() == {life: End.STOPPED}
+        assert len(caplog.records) == 1 and "5 " in caplog.text
+
+        await store.append(Delta(life, None, 3, (on_device(A),)))
+        await redis.sadd(f"farspan:kv:v2:life:{life.worker_id}:{EPOCH:020}:device", "short")
+        strange_epochs = {"w": "garbage", b"\xff": f"{EPOCH:020}", life.worker_id: f"{EPOCH:020}"}
+        await redis.hset("farspan:kv:v2:epochs", mapping=strange_epochs)
+        assert await load(store, life.worker_id) == (life, 3, {A: DEVICE_BIT})
+        await redis.set(f"farspan:kv:v2:life:{life.worker_id}:{EPOCH:020}:sequence", "garbage")
+        assert await load(store, life.worker_id) == (life, 0, {A: DEVICE_BIT})
+        assert await store.extents([life]) == {life: Extent(0, 2)}
+
+        other = Life("w", EPOCH)
+        await store.append(Delta(other, None, 1, (on_device(B),)))
+        assert await load(store, "w") == (other, 1, {B: DEVICE_BIT})
+
+
 async def test_what_is_appended_is_loaded(store: Store, life: Life) -> None:
     """Tiers, removals and the sequence, byte for byte."""
     assert await store.append(Delta(life, 0, 1, (on_device(A, B), on_host(B))))

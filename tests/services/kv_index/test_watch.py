@@ -42,7 +42,7 @@ def test_a_life_that_is_over_is_not_mute() -> None:
     watch.note(LIFE, is_working=True, is_known=False, now_s=1)
     assert watch.counts["mute_workers"] == 1
 
-    watch.keep([])
+    watch.keep([], now_s=1)
     assert watch.counts["mute_workers"] == 0
 
 
@@ -55,7 +55,7 @@ def test_a_restart_ends_the_silence_of_the_life_before() -> None:
 
     reborn = Life("w0", 8)
     watch.note(reborn, is_working=True, is_known=False, now_s=11)
-    watch.keep([reborn])
+    watch.keep([reborn], now_s=11)
     assert watch.counts["mute_workers"] == 0, "its own grace begins"
     watch.note(reborn, is_working=True, is_known=False, now_s=21)
     assert watch.counts["mute_workers"] == 1
@@ -70,3 +70,47 @@ def test_a_digest_that_contradicts_its_own_snapshot_is_told_once(
 
     assert watch.counts["doubted_workers"] == 1
     assert len(caplog.records) == 1
+
+
+def test_a_ready_worker_in_a_past_life_is_told_once_after_the_grace(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What is late of a past life comes within seconds; a clock that went back stays back."""
+    watch = Watch(grace_s=60)
+    for now_s in (100, 130, 159):
+        watch.note_shadowed(LIFE, 1_800_000_000 * 10**9, now_s)
+    assert (watch.counts["shadowed_workers"], caplog.records) == (0, [])
+
+    for now_s in (160, 161):
+        watch.note_shadowed(LIFE, 1_800_000_000 * 10**9, now_s)
+    assert watch.counts["shadowed_workers"] == 1
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert "w0" in caplog.text and "2027-01-15T08:00:00" in caplog.text
+
+    watch.keep([], now_s=162)
+    assert watch.counts["shadowed_workers"] == 1
+    watch.keep([LIFE], now_s=163)
+    assert watch.counts["shadowed_workers"] == 0, "it is followed"
+
+
+def test_a_past_life_that_is_heard_now_and_then_is_late() -> None:
+    watch = Watch(grace_s=60)
+    for now_s in (100, 161, 222):
+        watch.keep([], now_s)
+        watch.note_shadowed(LIFE, 8, now_s)
+
+    assert watch.counts["shadowed_workers"] == 0
+
+
+def test_a_life_that_begins_in_the_future_is_told_once_until_it_is_silent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch = Watch(grace_s=60)
+    for now_s in (1, 2, 3):
+        watch.note_ahead(LIFE, now_s)
+        watch.keep([], now_s)
+    assert watch.counts["ahead_workers"] == 1
+    assert len(caplog.records) == 1 and "w0" in caplog.text
+
+    watch.keep([], now_s=64)
+    assert watch.counts["ahead_workers"] == 0
