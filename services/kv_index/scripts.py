@@ -4,9 +4,14 @@
 # the state it builds on, so a slow replica cannot undo a fast one, whoever dies in between. Epochs
 # are Unix nanoseconds, beyond Lua's exact integers: numbers are 20 digits and compare as text.
 # ARGV: worker id, epoch, prefix of the worker's keys, seconds to keep.
+# What no replica can have written counts as absent: another form, or a day ahead of Redis's clock.
 _BEGIN = """
+local function number(text)
+  if type(text) == 'string' and #text == 20 and not string.find(text, '%D') then return text end
+end
 local valid = redis.call('HGET', KEYS[1], ARGV[1])
-if valid and #valid == 20 and valid > ARGV[2] then return 'done' end
+local latest = string.format('%020.0f', (redis.call('TIME')[1] + 86400) * 1e9)
+if number(valid) and valid > ARGV[2] and valid <= latest then return 'done' end
 if valid ~= ARGV[2] then
   if valid then
     local old = ARGV[3] .. valid
@@ -14,7 +19,7 @@ if valid ~= ARGV[2] then
   end
   redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 end
-local at = redis.call('GET', KEYS[2]) or string.rep('0', 20)
+local at = number(redis.pcall('GET', KEYS[2])) or string.rep('0', 20)
 """
 _END = """
 for i = 2, 4 do redis.call('EXPIRE', KEYS[i], ARGV[4]) end

@@ -5,7 +5,8 @@ farspan:kv:v2:life:{id}:{epoch}:sequence  string  the last batch that is in the 
 farspan:kv:v2:life:{id}:{epoch}:{tier}    set     block hashes in `device` or `host`
 farspan:kv:v2:over                        zset    {epoch}:{end}:{id}, and when that was written
 
-Whatever cannot be read, by another version or of another hand, is as if it were not there.
+Whatever cannot be read in these keys, of another version or another hand, is as if it were not
+there; a key of another type is Redis's error.
 """
 
 import asyncio
@@ -251,7 +252,7 @@ def _parse_life(entry: tuple[bytes, bytes]) -> Life:
 
 
 def _number(digits: bytes | None) -> int:
-    return int(digits) if digits and digits.isdigit() else 0
+    return int(digits) if digits and len(digits) == 20 and digits.isdigit() else 0
 
 
 def _split(packed: bytes) -> Iterable[bytes]:

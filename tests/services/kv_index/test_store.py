@@ -102,6 +102,25 @@ async def test_what_cannot_be_read_is_skipped_and_told_once(
         assert await load(store, "w") == (other, 1, {B: DEVICE_BIT})
 
 
+@pytest.mark.parametrize("sequence", ["zzz", "z" * 20, "9" * 5000, ""])
+@pytest.mark.parametrize("epoch", ["z" * 20, "9" * 20, f"{EPOCH:020}"])
+async def test_a_copy_that_somebody_spoilt_is_written_again(
+    redis_server: LocalServer, life: Life, sequence: str, epoch: str
+) -> None:
+    """It compared as later than everything: the worker's copy was never right again."""
+    url = f"redis://{redis_server.address}/0"
+    async with aclosing(Store(url)) as store, aclosing(Redis.from_url(url)) as redis:
+        await store.append(Delta(life, None, 3, (on_device(A),)))
+        keys = f"farspan:kv:v2:life:{life.worker_id}:{EPOCH:020}"
+        await redis.set(f"{keys}:sequence", sequence)
+        await redis.hset("farspan:kv:v2:epochs", life.worker_id, epoch)
+
+        assert await store.extents([life]) in ({}, {life: Extent(0, 1)})
+        assert await store.append(Delta(life, None, 4, (on_device(A, B),)))
+
+        assert await load(store, life.worker_id) == (life, 4, {A: DEVICE_BIT, B: DEVICE_BIT})
+
+
 async def test_what_is_appended_is_loaded(store: Store, life: Life) -> None:
     """Tiers, removals and the sequence, byte for byte."""
     assert await store.append(Delta(life, 0, 1, (on_device(A, B), on_host(B))))
