@@ -102,7 +102,7 @@ class PrefillWorker:
         return pb.Load(
             num_running=self._scheduler.num_active,
             num_waiting=self._scheduler.num_waiting,
-            waiting_tokens=self._scheduler.uncomputed_tokens,
+            waiting_tokens=self._scheduler.active_tokens + self._scheduler.waiting_tokens,
             free_blocks=self.cache.num_free,
             total_blocks=self.cache.num_blocks,
             tokens_per_s=self._throughput.tokens_per_s,

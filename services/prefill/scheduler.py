@@ -37,14 +37,6 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Lead:
-    """Why a prompt is held: another one is computing its next block."""
-
-    request_id: str  # of the one that leads
-    num_left: int  # tokens the held prompt must compute itself, behind what the other computes
-
-
-@dataclass(frozen=True)
 class PlannedChunk:
     """Positions first..end-1 of a prompt, to be computed in the next step."""
 
@@ -96,7 +88,6 @@ class PrefillScheduler:
         self._queue = AdmissionQueue({"blocks": num_blocks}, max_overtakes=max_overtakes)
         self._num_tokens: dict[str, int] = {}
         self._active: dict[str, Prompt] = {}  # in order of their start
-        self._held: dict[str, int] = {}  # what is left for those that others lead
         self._num_steps = 0
 
     @property
@@ -110,13 +101,17 @@ class PrefillScheduler:
         return len(self._active)
 
     @property
-    def uncomputed_tokens(self) -> int:
-        """Tokens that wait for computation, as far as known: hits of waiting prompts are not, but
-        for those that wait for another one's blocks.
+    def active_tokens(self) -> int:
+        """Tokens to compute of the prompts that have started."""
+        return sum(prompt.remaining for prompt in self._active.values())
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Of the prompts that have not; what of them is cached, or computed by others, is unknown
+        here.
         """
-        active = sum(prompt.remaining for prompt in self._active.values())
         waiting = self._num_tokens.keys() - self._active.keys()
-        return active + sum(self._held.get(each, self._num_tokens[each]) for each in waiting)
+        return sum(self._num_tokens[request_id] for request_id in waiting)
 
     def enqueue(self, request_id: str, num_tokens: int) -> None:
         """Let a prompt wait. TooLong if the pool could never hold it; BadRequest if it is here."""
@@ -127,14 +122,13 @@ class PrefillScheduler:
     def admit(
         self,
         allocate: Callable[[str], int | None],
-        lead: Callable[[str], Lead | None] = lambda _: None,
+        leader: Callable[[str], str | None] = lambda _: None,
     ) -> list[str]:
         """Start prompts whose blocks are there.
 
         `allocate` takes a prompt's blocks and returns its hit tokens, or None if it cannot now.
-        `lead` names the prompt that is computing what this one needs next: it waits for that.
+        `leader` names the prompt that is computing what this one needs next: it waits for that.
         """
-        self._held.clear()
         for prompt in self._active.values():
             prompt.lent = None
 
@@ -146,12 +140,12 @@ class PrefillScheduler:
             return hit is not None
 
         def is_held(request_id: str) -> bool:
-            found = lead(request_id)
-            leading = None if found is None else self._active.get(found.request_id)
-            if found is None or leading is None:
+            leading = self._active.get(leader(request_id) or "")
+            if leading is None:
                 return False
-            self._held[request_id] = found.num_left
-            leading.lent = min(found.num_left, leading.lent or leading.num_tokens)
+            # All that is left for it, what the other one computes of it included.
+            num_left = self._num_tokens[request_id] - leading.num_done
+            leading.lent = min(num_left, leading.lent or leading.num_tokens)
             return True
 
         return self._queue.admit(reserve, is_held)

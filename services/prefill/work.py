@@ -50,7 +50,6 @@ class Work:
     progress: Progress = field(default_factory=Progress)
     allocation: Allocation | None = None  # the step loop's
     awaited: BlockHash | None = None  # the step loop's: another prompt was computing this block
-    num_left: int = 0  # the step loop's: tokens behind all that others compute for it
 
     def admit(self, allocation: Allocation) -> None:
         """It has its blocks."""

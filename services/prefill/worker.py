@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.prefill.scheduler import Lead, PlannedChunk, PrefillScheduler
+from services.prefill.scheduler import PlannedChunk, PrefillScheduler
 from services.prefill.throughput import Throughput
 from services.prefill.work import Work
 from shared import farspan_pb2 as pb
@@ -95,7 +95,7 @@ class Worker:
         return pb.Load(
             num_running=self._scheduler.num_active,
             num_waiting=self._scheduler.num_waiting,
-            waiting_tokens=self._scheduler.uncomputed_tokens,
+            waiting_tokens=self._scheduler.active_tokens + self._waiting_tokens(),
             free_blocks=self._allocator.num_free,
             total_blocks=self._allocator.num_blocks,
             tokens_per_s=self._throughput.tokens_per_s,
@@ -109,7 +109,7 @@ class Worker:
         """For ever; raises what the ranks raise."""
         while True:
             self._wake.clear()
-            self._scheduler.admit(self._allocate, self._lead)
+            self._scheduler.admit(self._allocate, self._leader)
             await self._publish_events()
             parts = self._plan()
             if parts:
@@ -130,17 +130,23 @@ class Worker:
         work.admit(allocation)
         return allocation.hit_tokens
 
-    def _lead(self, request_id: str) -> Lead | None:
+    def _leader(self, request_id: str) -> str | None:
         """Who is computing the first block of this prompt that is not there yet."""
         work = self._works[request_id]
         if work.awaited not in self._computing:  # asked at every step: mostly it is
-            holds = self._allocator.can_find
-            place = _first(work, lambda block_hash: not holds(block_hash))
+            place = _first(work, lambda each: not self._allocator.can_find(each))
             work.awaited = work.hashes[place] if place < _num_usable(work) else None
-            end = _first(work, lambda each: not holds(each) and each not in self._computing)
-            work.num_left = work.num_tokens - end * BLOCK_TOKENS
         leader = None if work.awaited is None else self._computing.get(work.awaited)
-        return None if leader is None else Lead(leader.request_id, work.num_left)
+        return None if leader is None else leader.request_id
+
+    def _waiting_tokens(self) -> int:
+        """To compute for prompts without blocks: what is there, or others compute, is not."""
+
+        def is_left(block_hash: BlockHash) -> bool:
+            return block_hash not in self._computing and not self._allocator.can_find(block_hash)
+
+        waiting = (work for work in self._works.values() if work.allocation is None)
+        return sum(work.num_tokens - _first(work, is_left) * BLOCK_TOKENS for work in waiting)
 
     def _stop_computing(self, work: Work, block_hashes: Iterable[BlockHash]) -> None:
         for block_hash in block_hashes:

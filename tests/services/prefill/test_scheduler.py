@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from services.prefill.scheduler import (
     AGE_EVERY,
-    Lead,
     PlannedChunk,
     PrefillScheduler,
     Prompt,
@@ -136,7 +135,7 @@ def test_every_token_is_computed_once_within_the_budget(
 
     assert reached == {str(i): n for i, (n, _) in enumerate(prompts)}
     assert sorted(complete) == sorted(reached)
-    assert scheduler.uncomputed_tokens == 0
+    assert scheduler.active_tokens == scheduler.waiting_tokens == 0
 
 
 def test_blocks_are_kept_until_release() -> None:
@@ -167,7 +166,7 @@ def test_a_cancelled_prompt_leaves_in_every_state() -> None:
 
     scheduler.enqueue("whole", 256)
     assert scheduler.admit(cold) == ["whole"]
-    assert scheduler.uncomputed_tokens == 256
+    assert scheduler.active_tokens + scheduler.waiting_tokens == 256
 
 
 def test_a_prompt_that_gets_no_blocks_now_waits() -> None:
@@ -188,9 +187,9 @@ def test_a_prompt_waits_for_who_computes_its_beginning_and_hurries_it() -> None:
     submit(scheduler, "other", 700)
     scheduler.enqueue("follower", 640)
 
-    assert scheduler.admit(cold, {"follower": Lead("long", 192)}.get) == []
+    assert scheduler.admit(cold, {"follower": "long"}.get) == []
     assert scheduler.next_step() == [PlannedChunk("long", 0, 128)]
-    assert scheduler.uncomputed_tokens == 10_000 + 700 + 192, "the rest is computed for it"
+    assert scheduler.active_tokens == 10_000 + 700
     assert scheduler.admit(lambda _: 128) == ["follower"], "nobody leads it any more"
     assert [chunk.request_id for chunk in scheduler.next_step()] == ["follower"]
 
@@ -201,20 +200,31 @@ def test_a_leader_that_has_left_leads_nobody() -> None:
     scheduler.release("gone")
     scheduler.enqueue("follower", 640)
 
-    assert scheduler.admit(cold, lambda _: Lead("gone", 1)) == ["follower"]
+    assert scheduler.admit(cold, lambda _: "gone") == ["follower"]
 
 
 def test_a_turn_behind_a_long_cached_prefix_is_as_urgent_as_what_is_left_of_it() -> None:
     """Its whole length would put the one it waits for behind every stranger."""
     scheduler = make_scheduler(chunk_tokens=128)
-    submit(scheduler, "leader", 60_000)
-    scheduler.enqueue("turn", 100_000)
-    for number in range(5):
-        scheduler.enqueue(str(number), 8000)
+    submit(scheduler, "leader", 160_000, hit=100_032)
+    submit(scheduler, "stranger", 8000)
+    scheduler.enqueue("turn", 100_224)
 
-    scheduler.admit(cold, {"turn": Lead("leader", 192)}.get)
+    scheduler.admit(cold, {"turn": "leader"}.get)
 
     assert [chunk.request_id for chunk in scheduler.next_step()] == ["leader"]
+
+
+def test_a_long_prompt_that_comes_twice_does_not_go_before_short_turns() -> None:
+    """What waits for it has as much left as itself, however little of that is its own."""
+    scheduler = make_scheduler(chunk_tokens=128)
+    submit(scheduler, "leader", 400_000)
+    scheduler.enqueue("again", 400_000)
+    submit_beside = {"again": "leader"}.get
+    scheduler.enqueue("stranger", 500)
+
+    assert scheduler.admit(cold, submit_beside) == ["stranger"]
+    assert [chunk.request_id for chunk in scheduler.next_step()] == ["stranger"]
 
 
 def test_impossible_and_repeated_prompts_are_refused() -> None:

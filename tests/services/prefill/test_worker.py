@@ -138,15 +138,21 @@ async def test_a_burst_with_one_prefix_computes_it_once(nats_url: str, num_ranks
         assert (await stranger.admitted).hit_tokens == 0
 
 
-async def test_what_others_compute_for_a_prompt_does_not_wait_for_computation(loop: Loop) -> None:
+async def test_what_others_compute_for_a_prompt_does_not_wait_for_computation(
+    loop: Loop,
+) -> None:
     """Counted for each, a burst's prefix made the worker look fifteen times as busy as it was."""
     loop.engine.hold()
-    for number in range(1, 4):
-        loop.work(str(number), [*range(200), *range(1000 * number, 1000 * number + 56)])
+    prompts = [[*range(200), *range(1000 * n, 1000 * n + 56)] for n in range(1, 9)]
+    for number, prompt in enumerate(prompts[:3]):
+        loop.work(str(number), prompt)
     await until(lambda: loop.engine.is_running)
+    for number, prompt in enumerate(prompts[3:], start=3):  # while the first one's step runs
+        loop.work(str(number), prompt)
 
-    # 192 common tokens are three blocks; 64 of each prompt are its own.
-    assert loop.worker.load().waiting_tokens == 256 + 2 * 64
+    # 192 common tokens are three blocks; 64 of each prompt are its own. Eight times four blocks are
+    # more than the pool has room for.
+    assert loop.worker.load().waiting_tokens == 256 + 7 * 64
     loop.engine.may_run.set()
 
 
