@@ -140,13 +140,23 @@ class Worker:
         return None if leader is None else leader.request_id
 
     def _waiting_tokens(self) -> int:
-        """To compute for prompts without blocks: what is there, or others compute, is not."""
+        """To compute for prompts without blocks: each block once, and none that is there or being
+        computed.
+        """
 
         def is_left(block_hash: BlockHash) -> bool:
             return block_hash not in self._computing and not self._allocator.can_find(block_hash)
 
-        waiting = (work for work in self._works.values() if work.allocation is None)
-        return sum(work.num_tokens - _first(work, is_left) * BLOCK_TOKENS for work in waiting)
+        num_tokens = 0
+        firsts: dict[BlockHash, Work] = {}  # whose first block that is left this is
+        for work in (each for each in self._works.values() if each.allocation is None):
+            place = _first(work, is_left)
+            if place < _num_usable(work):
+                first = firsts.setdefault(work.hashes[place], work)
+                if first is not work:
+                    place = _num_common(work, first)
+            num_tokens += work.num_tokens - place * BLOCK_TOKENS
+        return num_tokens
 
     def _stop_computing(self, work: Work, block_hashes: Iterable[BlockHash]) -> None:
         for block_hash in block_hashes:
@@ -228,6 +238,12 @@ def _num_usable(work: Work) -> int:
 def _first(work: Work, is_so: Callable[[BlockHash], bool]) -> int:
     """The first usable block of which this is so; what is there is there from the beginning on."""
     return bisect_left(range(_num_usable(work)), True, key=lambda at: is_so(work.hashes[at]))
+
+
+def _num_common(work: Work, other: Work) -> int:
+    """How many leading blocks of a prompt are the other one's too: a hash covers all before it."""
+    shorter = range(min(_num_usable(work), len(other.hashes)))
+    return bisect_left(shorter, True, key=lambda at: work.hashes[at] != other.hashes[at])
 
 
 def _copies(part: _Part) -> list[BlockCopy]:

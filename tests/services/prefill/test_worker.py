@@ -156,6 +156,19 @@ async def test_what_others_compute_for_a_prompt_does_not_wait_for_computation(
     loop.engine.may_run.set()
 
 
+async def test_what_several_waiting_prompts_want_is_counted_once(loop: Loop) -> None:
+    """Turns of a conversation begin with what somebody computes, and share what nobody does."""
+    loop.engine.hold()
+    loop.work("system", list(range(130)))
+    await until(lambda: loop.engine.is_running)
+    for number in range(1, 4):
+        loop.work(str(number), [*range(320), *range(1000 * number, 1000 * number + 10)])
+
+    # Of 330 tokens 128 are being computed and 192 more are common: the first of the three has both.
+    assert loop.worker.load().waiting_tokens == 130 + (330 - 128) + 2 * (330 - 320)
+    loop.engine.may_run.set()
+
+
 async def test_when_the_first_of_a_burst_leaves_the_next_one_computes(loop: Loop) -> None:
     """Behind the blocks that are there; nobody waits for somebody who is gone."""
     loop.engine.hold()
