@@ -1,11 +1,16 @@
-"""Without a GPU, Triton kernels run in its interpreter; the choice is made when triton loads."""
+"""Without a GPU, Triton kernels run in its interpreter; the choice is made when triton loads.
+
+Here and not beside the kernels: whatever is collected before them may load triton too.
+"""
 
 import os
+import sys
 from typing import Any
 
 import torch
 
 if not torch.cuda.is_available():
+    assert "triton" not in sys.modules, "triton was loaded before the tests of the engine"
     os.environ["TRITON_INTERPRET"] = "1"
 
     from triton.runtime import interpreter
