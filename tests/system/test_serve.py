@@ -67,7 +67,9 @@ class Served:
         line = ""
         while part not in line:
             line = self.process.stdout.readline()
-            assert line and time.monotonic() < deadline_s, self.shown
+            if not line:
+                raise AssertionError(self.shown + self.process.communicate(timeout=START_S)[1])
+            assert time.monotonic() < deadline_s, self.shown
             self.shown += line
 
     def kill(self, name: str) -> None:
