@@ -1,11 +1,14 @@
 import asyncio
+import random
 import uuid
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 
+import httpx
 import pytest
 from redis.asyncio import Redis
 
+from services.kv_index.config import KvIndexConfig
 from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, End, Life, blocks
 from services.kv_index.index import Index
 from services.kv_index.mirror import Mirror
@@ -13,8 +16,19 @@ from services.kv_index.store import Store
 from shared import farspan_pb2 as pb
 from shared.block_hash import BlockHash
 from shared.block_journal import BlockJournal
+from shared.bus import Bus
 from shared.tasks import background
 from tests.local_server import LocalServer
+from tests.services.kv_index.fake_worker import FakeWorker
+from tests.services.kv_index.served import (
+    Hits,
+    eventually,
+    figures,
+    hits,
+    next_life,
+    serving,
+    until,
+)
 
 
 async def test_more_steps_than_may_wait_are_copied_as_a_whole(redis_url: str) -> None:
@@ -141,9 +155,9 @@ async def test_every_replica_remembers_every_end_and_writes_it_again(
                 return await store.over() == ends
 
             await store.note_over(ends)
-            await until(known)
+            await until(known, True)
             await redis.flushall()
-            await until(written)
+            await until(written, True)
 
     assert index.apply(one_more(life)) is None
 
@@ -169,17 +183,235 @@ async def test_more_ends_than_a_replica_remembers_are_left_as_they_are(
             async def learnt() -> bool:
                 return index.is_over(last)
 
-            await until(known)
+            await until(known, True)
             copied[last] = End.STOPPED
             await store.note_over({last: End.STOPPED})
-            await until(learnt)
+            await until(learnt, True)
             assert await known()
             assert list(await store.over()) == list(copied)
 
 
-async def until(is_true: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(5):
-        while True:
-            if await is_true():
-                return
-            await asyncio.sleep(0.01)
+async def test_a_restart_of_kv_index_is_warm(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """The blocks are there before any worker has said a word."""
+    async with serving(config) as client:
+        worker = FakeWorker(link, life)
+        await worker.store(chain[:7])
+        await eventually(client, chain, {life: (7, pb.TIER_DEVICE)})
+
+    await worker.remove(chain[6:7])  # nobody listens: the next process must find out
+
+    async with serving(config) as client, worker.answering():
+        assert await hits(client, chain) == {life: (7, pb.TIER_DEVICE)}
+        await worker.beat()
+        await worker.beat()
+        await eventually(client, chain, {life: (6, pb.TIER_DEVICE)})
+
+
+async def test_a_stopped_worker_stays_gone_from_a_replica_that_starts(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """What is late of it would be hits there, and nowhere else."""
+    other = Life(f"{life.worker_id}-b", life.epoch)
+    worker = FakeWorker(link, life)
+    async with serving(config) as client:
+        await worker.store(chain[:5])
+        await eventually(client, chain, {life: (5, pb.TIER_DEVICE)})
+        await worker.beat(pb.SERVICE_STATE_STOPPED)
+        await eventually(client, chain, {})
+
+    async with serving(config) as client, worker.answering():
+        await worker.store(chain[5:])
+        await worker.beat()
+        await FakeWorker(link, other).store(chain)
+        await eventually(client, chain, {other: (10, pb.TIER_DEVICE)})
+        assert worker.replays == []
+
+
+async def test_an_end_that_is_not_understood_stops_no_replica(
+    config: KvIndexConfig, redis_server: LocalServer, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """Neither one that runs nor one that starts; the copy is written all the same."""
+    own = replace(config, redis_url=f"redis://{redis_server.address}/0")
+    async with serving(own) as client:
+        async with aclosing(Redis.from_url(own.redis_url)) as redis:
+            await redis.zadd("farspan:kv:v2:over", {"garbage": 1})
+        await FakeWorker(link, life).store(chain)
+        await eventually(client, chain, {life: (10, pb.TIER_DEVICE)})
+        async with aclosing(Store(own.redis_url)) as store:
+            await store.note_over({life: End.STOPPED})
+        await eventually(client, chain, {})
+        await FakeWorker(link, next_life(life)).store(chain)
+        await eventually(client, chain, {next_life(life): (10, pb.TIER_DEVICE)})
+
+    async with serving(own) as client:
+        assert await hits(client, chain) == {next_life(life): (10, pb.TIER_DEVICE)}
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_a_replica_that_missed_the_end_of_a_life_learns_of_it(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash], is_refused: bool
+) -> None:
+    """Messages are delivered at most once; the copy tells what another replica has heard."""
+    twin = replace(config, health_port=0)
+    worker = FakeWorker(link, life, num_kept_batches=1)
+    async with serving(config) as client, worker.answering():
+        await worker.store(chain)
+        await eventually(client, chain, {life: (10, pb.TIER_DEVICE)})
+        async with aclosing(Store(config.redis_url)) as store:
+            await store.note_over({life: End.REFUSED if is_refused else End.STOPPED})
+        await eventually(client, chain, {})
+
+        async def refused() -> object:
+            await worker.beat()
+            return (await figures(config))["refused_workers"]
+
+        await until(refused, is_refused)
+        async with serving(twin) as second:
+            assert await hits(second, chain) == {}
+
+
+async def test_redis_may_die_and_come_back_empty(
+    config: KvIndexConfig,
+    redis_server: LocalServer,
+    link: Bus,
+    life: Life,
+    chain: list[BlockHash],
+) -> None:
+    """Queries go on from memory, and later the copy is whole again without any new event (D8)."""
+    own = replace(config, redis_url=f"redis://{redis_server.address}/0")
+    async with serving(own) as client:
+        worker = FakeWorker(link, life)
+        await worker.store(chain[:3])
+        await eventually(client, chain, {life: (3, pb.TIER_DEVICE)})
+
+        redis_server.kill()
+        await worker.store(chain[3:9])
+        await eventually(client, chain, {life: (9, pb.TIER_DEVICE)})
+        redis_server.start()
+
+        async def copied() -> object:
+            async with serving(replace(own, health_port=0)) as second:
+                return await hits(second, chain)
+
+        await until(copied, {life: (9, pb.TIER_DEVICE)})
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+async def test_a_restart_while_redis_is_away_is_cold_and_writes_the_copy_later(
+    config: KvIndexConfig,
+    redis_server: LocalServer,
+    link: Bus,
+    life: Life,
+    chain: list[BlockHash],
+    is_silent: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody listens, or what listens stands still: workers tell what they hold."""
+    own = replace(config, redis_url=f"redis://{redis_server.address}/0", redis_required=False)
+    worker = FakeWorker(link, life)
+    await worker.store(chain)
+    if is_silent:
+        redis_server.pause()
+    else:
+        redis_server.kill()
+    async with serving(own) as client, worker.answering():
+        await worker.beat()
+        await worker.beat()
+        await eventually(client, chain, {life: (10, pb.TIER_DEVICE)})
+        assert redis_server.address in caplog.text
+
+        async def readiness() -> object:
+            async with httpx.AsyncClient() as probe:
+                answer = await probe.get(f"http://127.0.0.1:{own.health_port}/readyz")
+            return answer.status_code, "Redis is away" in answer.text
+
+        assert await readiness() == (200, True)
+
+        async def redis_up() -> object:
+            return (await figures(own))["redis_up"]
+
+        await until(redis_up, 0)
+        if is_silent:
+            redis_server.go_on()
+        else:
+            redis_server.start()
+        await until(redis_up, 1)
+
+    async with serving(own) as client:
+        assert await hits(client, chain) == {life: (10, pb.TIER_DEVICE)}
+
+
+async def test_two_replicas_agree(
+    config: KvIndexConfig, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """Both follow the events and both write the copy; losses and one's absence change nothing."""
+    choice = random.Random(7)
+    twin = replace(config, health_port=0)
+    async with serving(config) as first, AsyncExitStack() as stack:
+        lives = [Life(f"{life.worker_id}-{i}", life.epoch) for i in range(3)]
+        fakes = [FakeWorker(link, each, num_kept_batches=6).answering() for each in lives]
+        workers = [await stack.enter_async_context(fake) for fake in fakes]
+        held = dict.fromkeys(range(3), 0)
+        for step in range(120):
+            if step == 40:
+                second = await stack.enter_async_context(serving(twin))
+            number, is_lost = choice.randrange(3), choice.random() < 0.3
+            worker, num_held = workers[number], choice.randint(0, 10)
+            if num_held > held[number]:
+                await worker.store(chain[held[number] : num_held], is_lost=is_lost)
+            else:
+                await worker.remove(chain[num_held : held[number]], is_lost=is_lost)
+            held[number] = num_held
+            if choice.random() < 0.2:
+                await worker.beat()
+        for worker in workers:
+            await worker.beat()
+            await worker.beat()
+
+        expected: Hits = {
+            lives[number]: (num_held, pb.TIER_DEVICE)
+            for number, num_held in held.items()
+            if num_held
+        }
+        for client in (first, second):
+            await eventually(client, chain, expected)
+
+    async with serving(config) as client:
+        assert await hits(client, chain) == expected
+
+
+async def test_a_flushed_redis_is_written_again(
+    config: KvIndexConfig, redis_server: LocalServer, link: Bus, life: Life, chain: list[BlockHash]
+) -> None:
+    """Nobody tells that it was flushed: a comparison finds out."""
+    own = replace(config, redis_url=f"redis://{redis_server.address}/0")
+    async with serving(own) as client:
+        await FakeWorker(link, life).store(chain)
+        await eventually(client, chain, {life: (10, pb.TIER_DEVICE)})
+        async with aclosing(Redis.from_url(own.redis_url)) as redis:
+            await redis.flushall()
+
+        async def copied() -> object:
+            async with serving(replace(own, health_port=0)) as second:
+                return await hits(second, chain)
+
+        await until(copied, {life: (10, pb.TIER_DEVICE)})
+
+
+async def test_trouble_shows_without_any_traffic(
+    config: KvIndexConfig, redis_server: LocalServer
+) -> None:
+    """A figure may be looked at when nobody works."""
+    own = replace(config, redis_url=f"redis://{redis_server.address}/0")
+
+    async def redis_up() -> object:
+        return (await figures(own)).get("redis_up")
+
+    async with serving(own):
+        await until(redis_up, 1)
+        redis_server.kill()
+        await until(redis_up, 0)
+        redis_server.start()
+        await until(redis_up, 1)
