@@ -4,7 +4,11 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from services.local.servers import free_port, nats_command
 
 _START_S = 10.0
 
@@ -48,3 +52,15 @@ class LocalServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+@contextmanager
+def own_nats(folder: Path) -> Iterator[LocalServer]:
+    """A NATS server inside the block, for a test that stops it."""
+    port = free_port()
+    server = LocalServer(nats_command(port), port, folder)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()

@@ -13,7 +13,7 @@ from shared import farspan_pb2 as pb
 from shared import subjects, telemetry
 from shared.bus import Bus, connect
 from shared.errors import BadRequest, ConfigError, FarspanError, Overloaded, TooLong, WorkerLost
-from tests.local_server import LocalServer
+from tests.local_server import own_nats
 
 
 @pytest.fixture
@@ -35,18 +35,13 @@ async def collect(queue: "asyncio.Queue[str]", count: int) -> list[str]:
 
 async def test_a_server_that_stands_still_does_not_answer(tmp_path: Path) -> None:
     """Its connections stay open."""
-    port = free_port()
-    server = LocalServer(nats_command(port), port, tmp_path)
-    server.start()
-    try:
+    with own_nats(tmp_path) as server:
         async with connect(f"nats://{server.address}", "test") as link:
             before = await link.answers(1.0)
             server.pause()
             during = await link.answers(0.2)
             server.go_on()
             after = await link.answers(2.0)
-    finally:
-        server.kill()
 
     assert (before, during, after) == (True, False, True)
 

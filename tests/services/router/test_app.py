@@ -16,7 +16,7 @@ import httpx
 import pytest
 import redis.asyncio as redis
 
-from services.local.servers import free_port, nats_command
+from services.local.servers import free_port
 from services.router import app, records
 from services.router.app import Router
 from services.router.config import RouterConfig
@@ -24,7 +24,7 @@ from shared import bus, prefix_rpc, subjects, telemetry
 from shared import farspan_pb2 as pb
 from shared.bus import Bus
 from shared.errors import WorkerLost
-from tests.local_server import LocalServer
+from tests.local_server import own_nats
 from tests.services.router.fleets import chain, heartbeat, load, request
 
 DEADLINE_S = 60
@@ -205,11 +205,8 @@ async def test_the_fleet_is_as_before_when_nats_comes_back(
     config: RouterConfig, tmp_path: Path
 ) -> None:
     """It was the router that could not hear; nobody is taken for dead (D8)."""
-    port = free_port()
-    server = LocalServer(nats_command(port), port, tmp_path)
-    server.start()
-    own = replace(config, nats_url=f"nats://{server.address}", silence_s=1.0)
-    try:
+    with own_nats(tmp_path) as server:
+        own = replace(config, nats_url=f"nats://{server.address}", silence_s=1.0)
         async with (
             bus.connect(own.nats_url, "test") as link,
             index_of(own, hit("p0", 15)),
@@ -224,8 +221,6 @@ async def test_the_fleet_is_as_before_when_nats_comes_back(
                 while not (router.state()[0] and link.is_connected):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             reply = await place(link, placing())
-    finally:
-        server.kill()
 
     assert reply.placement.prefill.worker_id == "p0"
 
@@ -340,11 +335,8 @@ async def test_a_router_that_was_deaf_takes_nobody_for_dead(
     config: RouterConfig, tmp_path: Path
 ) -> None:
     """NATS stands still, its connections stay open: all promises of living gateways were ended."""
-    port = free_port()
-    server = LocalServer(nats_command(port), port, tmp_path)
-    server.start()
-    own = replace(config, nats_url=f"nats://{server.address}", gateway_silence_s=3.0)
-    try:
+    with own_nats(tmp_path) as server:
+        own = replace(config, nats_url=f"nats://{server.address}", gateway_silence_s=3.0)
         async with (
             bus.connect(own.nats_url, "test") as link,
             index_of(own),
@@ -364,8 +356,6 @@ async def test_a_router_that_was_deaf_takes_nobody_for_dead(
                 await link.publish(subjects.HEARTBEAT, fleet()[0])
                 await asyncio.sleep(0.1)
             figures = router.details()
-    finally:
-        server.kill()
 
     assert after_the_pause == 1
     assert (figures["open_promises"], figures["ended_for_silent_gateways"]) == (0, 1)

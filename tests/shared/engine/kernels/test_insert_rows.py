@@ -9,20 +9,9 @@ from shared.engine.kernels.insert_rows import insert_rows
 from shared.engine.kernels.reference import kv_rows as reference
 from shared.engine.kv.format import Fp8Format
 from shared.engine.kv.pinned_pool import pinned_pool
-from shared.engine.model.config import AttentionConfig
+from tests.released import ATTENTION
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-RELEASED = AttentionConfig(
-    num_heads=64,
-    q_lora_rank=2048,
-    kv_lora_rank=512,
-    nope_dim=192,
-    rope_dim=64,
-    value_dim=256,
-    index_heads=32,
-    index_dim=128,
-    index_topk=2048,
-)
 
 
 def stored(latent: torch.Tensor, slots: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
@@ -73,7 +62,7 @@ def test_every_bit_equals_the_formats_own_encoding(bits: list[int], exponent: in
 
     written = stored(latent, torch.arange(2), noise(1, 64, 656))
 
-    assert torch.equal(written[0, :2], Fp8Format(RELEASED).encode_rows(latent.float()))
+    assert torch.equal(written[0, :2], Fp8Format(ATTENTION).encode_rows(latent.float()))
 
 
 def test_scales_are_right_on_both_sides_of_a_power_of_two() -> None:

@@ -20,19 +20,7 @@ from shared.engine.kv.format import (
 from shared.engine.model.config import AttentionConfig
 from shared.errors import ConfigError
 from tests.oracles.slow_quantiser import Fp8Quantiser
-
-# The released model's attention (facts of its config.json).
-GLM = AttentionConfig(
-    num_heads=64,
-    q_lora_rank=2048,
-    kv_lora_rank=512,
-    nope_dim=192,
-    rope_dim=64,
-    value_dim=256,
-    index_heads=32,
-    index_dim=128,
-    index_topk=2048,
-)
+from tests.released import ATTENTION
 
 
 def ramp(num_rows: int, width: int) -> torch.Tensor:
@@ -67,7 +55,7 @@ values = st.one_of(
 @hypothesis_settings(deadline=None, max_examples=150)
 def test_any_row_and_key_is_written_as_the_definition_says(some: list[float], spread: int) -> None:
     """Ties, subnormals, both zeros, and maxima at the limit of a scale, byte for byte."""
-    fp8, slow = Fp8Format(GLM), Fp8Quantiser(512)
+    fp8, slow = Fp8Format(ATTENTION), Fp8Quantiser(512)
     latent = torch.zeros(576)
     places = torch.arange(len(some)) * spread % 576
     latent[places] = torch.tensor(some)
@@ -91,7 +79,7 @@ def test_a_scale_grows_just_past_its_limit(exponent: int) -> None:
 
 def test_sizes_of_the_released_model_are_the_published_ones() -> None:
     """656 bytes a row, 8,448 an index page; 54,728 bytes a token, 53.4 GiB a million."""
-    fp8 = Fp8Format(GLM)
+    fp8 = Fp8Format(ATTENTION)
     mla_layers, index_layers = 78 + 1, 21 + 1
     per_token = mla_layers * fp8.row_bytes + index_layers * page_geometry(fp8).page_bytes // 64
 
@@ -113,7 +101,7 @@ def test_every_code_has_its_defined_value() -> None:
 def test_a_row_is_values_then_scales_then_rope() -> None:
     """Each part decoded by hand from its offset."""
     latent = ramp(3, 576)
-    rows = Fp8Format(GLM).encode_rows(latent)
+    rows = Fp8Format(ATTENTION).encode_rows(latent)
 
     for row, wanted in zip(rows.numpy(), latent.numpy(), strict=True):
         scales = struct.unpack("<4f", row[512:528].tobytes())
@@ -132,7 +120,7 @@ def test_a_row_is_values_then_scales_then_rope() -> None:
 
 def test_a_decoded_row_is_what_its_bytes_say() -> None:
     """Attention reads value times scale, nothing else."""
-    fp8 = Fp8Format(GLM)
+    fp8 = Fp8Format(ATTENTION)
     rows = fp8.encode_rows(ramp(2, 576))
     decoded = fp8.decode_rows(rows)
 
@@ -148,7 +136,7 @@ def test_a_decoded_row_is_what_its_bytes_say() -> None:
 )
 def test_bytes_are_the_golden_ones(what: str, digest: str) -> None:
     """KV is exchanged between workers of different builds; its bytes never change by accident."""
-    fp8 = Fp8Format(GLM)
+    fp8 = Fp8Format(ATTENTION)
     if what == "row":
         data = fp8.encode_rows(ramp(8, 576))
     else:
@@ -160,7 +148,7 @@ def test_bytes_are_the_golden_ones(what: str, digest: str) -> None:
 
 def test_a_page_holds_all_values_before_all_scales() -> None:
     """Token i's key at 128 i, its scale at 8192 + 4 i; a negative slot writes nothing."""
-    fp8, keys = Fp8Format(GLM), ramp(2, 128)
+    fp8, keys = Fp8Format(ATTENTION), ramp(2, 128)
     pages = torch.full((2, 8448), 9, dtype=torch.uint8)
     records = fp8.encode_keys(keys)
 
@@ -175,7 +163,7 @@ def test_a_page_holds_all_values_before_all_scales() -> None:
 @pytest.mark.parametrize("name", ["fp32", "fp8_ds_mla"])
 def test_reading_a_page_gives_the_records_written(name: str) -> None:
     """Writing and reading are inverse, in any order of slots."""
-    kv_format = make_format(name, GLM)
+    kv_format = make_format(name, ATTENTION)
     geometry = page_geometry(kv_format)
     pages = torch.zeros((3, geometry.page_bytes), dtype=torch.uint8)
     slots = torch.randperm(3 * 64)[:100]
@@ -188,7 +176,7 @@ def test_reading_a_page_gives_the_records_written(name: str) -> None:
 
 def test_the_fp32_format_changes_nothing() -> None:
     """It exists to compare compositions exactly."""
-    fp32, latent, keys = make_format("fp32", GLM), torch.randn(5, 576), torch.randn(5, 128)
+    fp32, latent, keys = make_format("fp32", ATTENTION), torch.randn(5, 576), torch.randn(5, 128)
 
     assert torch.equal(fp32.decode_rows(fp32.encode_rows(latent)), latent)
     assert torch.equal(fp32.decode_keys(fp32.encode_keys(keys)), keys)
@@ -206,11 +194,11 @@ def test_scales_are_powers_of_two_that_avoid_overflow() -> None:
 def test_an_unknown_format_is_refused(name: str) -> None:
     """The message names what there is."""
     with pytest.raises(ConfigError, match="fp8_ds_mla and fp32"):
-        make_format(name, GLM)
+        make_format(name, ATTENTION)
 
 
 def test_fp8_refuses_dimensions_it_cannot_tile() -> None:
     """Scales cover 128 values."""
-    narrow = AttentionConfig(**{**GLM.__dict__, "kv_lora_rank": 448})
+    narrow = AttentionConfig(**{**ATTENTION.__dict__, "kv_lora_rank": 448})
     with pytest.raises(ConfigError, match="steps of 128"):
         make_format("fp8_ds_mla", narrow)

@@ -8,22 +8,10 @@ from hypothesis import strategies as st
 from shared.engine.attention import attend_gathered
 from shared.engine.kernels.reference import sparse_decode as reference
 from shared.engine.kv.format import Fp8Format
-from shared.engine.model.config import AttentionConfig
+from tests.released import ATTENTION
 
 SCALE = 1 / 16
-FORMAT = Fp8Format(
-    AttentionConfig(
-        num_heads=64,
-        q_lora_rank=2048,
-        kv_lora_rank=512,
-        nope_dim=192,
-        rope_dim=64,
-        value_dim=256,
-        index_heads=32,
-        index_dim=128,
-        index_topk=2048,
-    )
-)
+FORMAT = Fp8Format(ATTENTION)
 
 
 def stored_rows(seed: int, num_rows: int) -> torch.Tensor:
