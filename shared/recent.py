@@ -17,5 +17,9 @@ class Recent:
         if len(self._ids) > _NUM_KEPT:
             self._ids.popitem(last=False)
 
+    def forget(self, request_id: str) -> None:
+        """As if it had not been added."""
+        self._ids.pop(request_id, None)
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._ids

@@ -219,14 +219,13 @@ async def serve(config: KvIndexConfig) -> AsyncIterator[int]:
         aclosing(store),
         bus.connect(config.nats_url, "kv_index") as link,
     ):
-        watch = Watch(config.mute_after_s)
         try:
             await _load(index, store, mirror)
         except StoreAway as error:
             if config.redis_required or isinstance(error, StoreRefused):
                 raise ConfigError(f"no Redis at {store.place}: {error}") from error
             mirror.note_away(f"no Redis at {store.place}: {error}")
-        service = KvIndex(link, index, mirror, watch)
+        service = KvIndex(link, index, mirror, Watch(config.mute_after_s))
         async with (
             tasks.background(mirror.run(), service.sweep(config.forget_after_s)),
             lifecycle.health(

@@ -272,16 +272,17 @@ class Table:
             self._num_free += entries.size
 
     def _tally(self, entries: I64) -> Tally:
-        low = np.bitwise_xor.reduce(self._low[entries])
-        high = np.bitwise_xor.reduce(self._high[entries])
-        return Tally(entries.size, int(low) | int(high) << 64)
+        return _xored(self._low[entries], self._high[entries])
 
 
 def tally_of(packed: bytes) -> Tally:
     """These hashes, which must be different."""
-    words = np.frombuffer(packed, "<u8").reshape(-1, 2)
-    low, high = np.bitwise_xor.reduce(words, axis=0)
-    return Tally(len(words), int(low) | int(high) << 64)
+    return _xored(*_words(packed))
+
+
+def _xored(low: U64, high: U64) -> Tally:
+    low_digest, high_digest = (int(np.bitwise_xor.reduce(words)) for words in (low, high))
+    return Tally(low.size, low_digest | high_digest << 64)
 
 
 def _words(packed: bytes) -> tuple[U64, U64]:

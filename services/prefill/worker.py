@@ -22,7 +22,7 @@ from shared import subjects, telemetry
 from shared.block_hash import BLOCK_TOKENS, BlockHash
 from shared.block_journal import BlockJournal
 from shared.bus import Bus
-from shared.engine.kv.allocator import Allocation, BlockAllocator
+from shared.engine.kv.allocator import Allocation, BlockAllocator, num_usable_blocks
 from shared.engine.kv.cache_events import Cleared, Removed, Stored
 from shared.engine.step import BlockCopy, Chunk, PrefillStep, StepResult
 
@@ -231,8 +231,7 @@ class Worker:
 
 
 def _num_usable(work: Work) -> int:
-    """Blocks that can be hits: of the last one at least a token is computed in any case."""
-    return min(len(work.hashes), (work.num_tokens - 1) // BLOCK_TOKENS)
+    return num_usable_blocks(work.num_tokens, work.hashes)
 
 
 def _first(work: Work, is_so: Callable[[BlockHash], bool]) -> int:

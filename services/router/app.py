@@ -29,6 +29,7 @@ from shared.bus import Bus
 from shared.errors import BadRequest, FarspanError
 from shared.nats_service import NatsService
 from shared.prefix_rpc import IndexAway, PrefixClient
+from shared.recent import Recent
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Router:
         self._is_index_away = False
         self._is_learning = True
         self._hearing = Hearing(bus, _WATCH_S, config.silence_s)
-        self._misfits: set[str] = set()  # workers whose heartbeats make no sense
+        self._misfits = Recent()  # workers whose heartbeats make no sense
         self._counts: Counter[str] = Counter()
         self._figures: dict[str, int] = {}
 
@@ -111,7 +112,7 @@ class Router:
                 self._misfits.add(heartbeat.worker.worker_id)
                 logger.error("refused: %s", error)
         else:
-            self._misfits.discard(heartbeat.worker.worker_id)
+            self._misfits.forget(heartbeat.worker.worker_id)
 
     async def on_ended(self, ended: pb.PlacementEnded) -> None:
         """Take back what was promised to a request."""

@@ -4,7 +4,7 @@ Pure. Seconds make tokens, bytes and queues comparable; each figure stands in th
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -85,18 +85,21 @@ def prefill_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates
     )
 
 
-def makes_third_copy(request: pb.PlaceRequest, hits: Sequence[Hit | None], hit: Hit | None) -> bool:
-    """Whether a worker with this hit would compute what two of `hits` are computing for others.
+def twice_on_the_way(hits: Iterable[Hit | None]) -> int:
+    """The leading blocks that two of these workers at least are computing for others now."""
+    lengths = sorted(hit.num_blocks for hit in hits if hit is not None and hit.is_on_the_way)
+    return lengths[-2] if len(lengths) > 1 else 0
+
+
+def makes_third_copy(request: pb.PlaceRequest, shared_blocks: int, hit: Hit | None) -> bool:
+    """Whether a worker with this hit would compute what two others are computing.
 
     Only if that is nearly the whole prompt, for a longer tail may be worth a copy, and if it is
     much: an eighth and a block, since what is common need not end with one.
     """
-    lengths = sorted(each.num_blocks for each in hits if each is not None and each.is_on_the_way)
-    if len(lengths) < 2:
-        return False
     little = request.num_prompt_tokens // 8 + BLOCK_TOKENS
-    tail_tokens = request.num_prompt_tokens - lengths[-2] * BLOCK_TOKENS
-    again_tokens = (lengths[-2] - (0 if hit is None else hit.num_blocks)) * BLOCK_TOKENS
+    tail_tokens = request.num_prompt_tokens - shared_blocks * BLOCK_TOKENS
+    again_tokens = (shared_blocks - (0 if hit is None else hit.num_blocks)) * BLOCK_TOKENS
     return tail_tokens <= little < again_tokens
 
 

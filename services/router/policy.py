@@ -165,17 +165,20 @@ class _Scoring:
         kept = []
         for layout in {bid.worker.layout_key for bid in bids}:
             same = [bid for bid in bids if bid.worker.layout_key == layout]
-            hits = [self._hits.get(bid.worker.key) for bid in same]
-            third = [cost.makes_third_copy(self._request, hits, hit) for hit in hits]
-            holders = [bid for bid, is_third in zip(same, third, strict=True) if not is_third]
-            if all(bid.must_wait or cost.num_waiting(bid.worker) >= _BURST for bid in holders):
-                kept += same
-                continue
+            shared_blocks = cost.twice_on_the_way(self._hits.get(bid.worker.key) for bid in same)
+            holders: list[Bid] = []
+            third: list[Bid] = []
+            for bid in same:
+                hit = self._hits.get(bid.worker.key)
+                is_third = cost.makes_third_copy(self._request, shared_blocks, hit)
+                (third if is_third else holders).append(bid)
             kept += holders
-            for bid, is_third in zip(same, third, strict=True):
-                if is_third:
-                    reason = "two others are computing this prompt"
-                    self.scores[bid.worker.key] = Score(bid.worker, bid, reason)
+            if all(bid.must_wait or cost.num_waiting(bid.worker) >= _BURST for bid in holders):
+                kept += third
+                continue
+            for bid in third:
+                reason = "two others are computing this prompt"
+                self.scores[bid.worker.key] = Score(bid.worker, bid, reason)
         return kept
 
     def _is_of(self, worker: Worker, role: pb.Role) -> bool:

@@ -51,6 +51,11 @@ class _Hit:
     source_tokens: int = 0
 
 
+def num_usable_blocks(prompt_tokens: int, hashes: Sequence[BlockHash]) -> int:
+    """64-token blocks that may be hits: of a prompt's last one a token is computed in any case."""
+    return min(len(hashes), (prompt_tokens - 1) // BLOCK_TOKENS)
+
+
 class BlockAllocator:
     """Blocks for sequences, shared by content.
 
@@ -224,7 +229,7 @@ class BlockAllocator:
         assert pairs == found, "the hash table and the blocks disagree"
 
     def _match(self, prompt_tokens: int, hashes: Sequence[BlockHash]) -> _Hit:
-        limit = min(len(hashes), (prompt_tokens - 1) // BLOCK_TOKENS)
+        limit = num_usable_blocks(prompt_tokens, hashes)
         matched = 0
         while matched < limit and hashes[matched] in self._copies_of:
             matched += 1

@@ -1,5 +1,3 @@
-from functools import partial
-
 import pytest
 
 from services.router import cost
@@ -82,7 +80,10 @@ def test_a_third_copy_is_one_of_what_two_others_are_computing_now() -> None:
     """One is not enough, nor does it matter what the index knows, or the prompt is much longer."""
     known = Hit(14, pb.TIER_DEVICE)
     on_the_way, shorter = (Hit(blocks, pb.TIER_DEVICE, is_on_the_way=True) for blocks in (15, 14))
-    third = partial(cost.makes_third_copy, request(1000))
+
+    def third(hits: list[Hit | None], hit: Hit | None, num_tokens: int = 1000) -> bool:
+        shared_blocks = cost.twice_on_the_way(hits)
+        return cost.makes_third_copy(request(num_tokens), shared_blocks, hit)
 
     assert third([None, on_the_way, shorter], None)
     assert third([None, on_the_way, shorter], Hit(10, pb.TIER_DEVICE))
@@ -90,7 +91,7 @@ def test_a_third_copy_is_one_of_what_two_others_are_computing_now() -> None:
     assert not third([None, on_the_way, shorter], Hit(12, pb.TIER_DEVICE)), "it has nearly all"
     assert not third([None, on_the_way, shorter], shorter), "it is one of the two"
     assert not third([None, known, on_the_way], None)
-    assert not cost.makes_third_copy(request(1110), [None, on_the_way, shorter], None)
+    assert not third([None, on_the_way, shorter], None, num_tokens=1110)
 
 
 def test_a_prefix_on_the_way_must_arrive_first() -> None:
