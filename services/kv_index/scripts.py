@@ -4,10 +4,12 @@
 # the state it builds on, so a slow replica cannot undo a fast one, whoever dies in between. Epochs
 # are Unix nanoseconds, beyond Lua's exact integers: numbers are 20 digits and compare as text.
 # ARGV: worker id, epoch, prefix of the worker's keys, seconds to keep.
-# What no replica can have written counts as absent: another form, or a day ahead of Redis's clock.
+# What no replica can have written counts as absent: another form, no uint64, or an epoch a day
+# ahead of Redis's clock.
 _BEGIN = """
 local function number(text)
-  if type(text) == 'string' and #text == 20 and not string.find(text, '%D') then return text end
+  local is_number = type(text) == 'string' and #text == 20 and not string.find(text, '%D')
+  if is_number and text < '18446744073709551616' then return text end
 end
 local valid = redis.call('HGET', KEYS[1], ARGV[1])
 local latest = string.format('%020.0f', (redis.call('TIME')[1] + 86400) * 1e9)

@@ -252,7 +252,8 @@ def _parse_life(entry: tuple[bytes, bytes]) -> Life:
 
 
 def _number(digits: bytes | None) -> int:
-    return int(digits) if digits and len(digits) == 20 and digits.isdigit() else 0
+    number = int(digits) if digits and len(digits) == 20 and digits.isdigit() else 0
+    return number if number < 2**64 else 0
 
 
 def _split(packed: bytes) -> Iterable[bytes]:

@@ -102,7 +102,7 @@ async def test_what_cannot_be_read_is_skipped_and_told_once(
         assert await load(store, "w") == (other, 1, {B: DEVICE_BIT})
 
 
-@pytest.mark.parametrize("sequence", ["zzz", "z" * 20, "9" * 5000, ""])
+@pytest.mark.parametrize("sequence", ["zzz", "z" * 20, "9" * 20, str(2**64), "9" * 5000, ""])
 @pytest.mark.parametrize("epoch", ["z" * 20, "9" * 20, f"{EPOCH:020}"])
 async def test_a_copy_that_somebody_spoilt_is_written_again(
     redis_server: LocalServer, life: Life, sequence: str, epoch: str
