@@ -148,13 +148,16 @@ class Worker:
             return block_hash not in self._computing and not self._allocator.can_find(block_hash)
 
         num_tokens = 0
-        firsts: dict[BlockHash, Work] = {}  # whose first block that is left this is
-        for work in (each for each in self._works.values() if each.allocation is None):
+        firsts: dict[BlockHash, Work] = {}  # whose first block that is left, and nobody else's yet
+        waiting = [work for work in self._works.values() if work.allocation is None]
+        # Longest first: what begins a longer one is found in it at once, not turn by turn.
+        for work in sorted(waiting, key=lambda each: -each.num_tokens):
             place = _first(work, is_left)
-            if place < _num_usable(work):
+            while place < _num_usable(work):
                 first = firsts.setdefault(work.hashes[place], work)
-                if first is not work:
-                    place = _num_common(work, first)
+                if first is work:
+                    break
+                place = _num_common(work, first)
             num_tokens += work.num_tokens - place * BLOCK_TOKENS
         return num_tokens
 

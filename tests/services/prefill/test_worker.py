@@ -169,6 +169,20 @@ async def test_what_several_waiting_prompts_want_is_counted_once(loop: Loop) -> 
     loop.engine.may_run.set()
 
 
+async def test_who_shares_only_the_beginning_hides_nothing_that_others_share(loop: Loop) -> None:
+    """A short prompt before a burst made each of the burst count whole."""
+    loop.engine.hold()
+    loop.work("stranger", list(range(9000, 9100)))
+    await until(lambda: loop.engine.is_running)
+    loop.work("short", [*range(64), *range(5000, 5010)])
+    loop.work("middle", [*range(192), *range(6000, 6010)])
+    for number in range(1, 4):
+        loop.work(str(number), [*range(320), *range(1000 * number, 1000 * number + 10)])
+
+    assert loop.worker.load().waiting_tokens == 100 + 330 + 2 * 10 + 10 + 10
+    loop.engine.may_run.set()
+
+
 async def test_when_the_first_of_a_burst_leaves_the_next_one_computes(loop: Loop) -> None:
     """Behind the blocks that are there; nobody waits for somebody who is gone."""
     loop.engine.hold()
