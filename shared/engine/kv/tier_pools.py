@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from shared.block_hash import BLOCK_TOKENS
+from shared.engine.kv.layout import IntArray
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,11 @@ class TierShape:
     index_page_bytes: int
     num_host_pages: int
     num_device_pages: int
+
+    @property
+    def host_bytes(self) -> int:
+        """Size of the host pool."""
+        return self.num_mla_layers * self.num_host_pages * BLOCK_TOKENS * self.row_bytes
 
 
 @dataclass(frozen=True)
@@ -36,17 +44,27 @@ class WriteSlots:
 class TierPools:
     """The three pools. Host rows are authoritative; a device row is a copy of one."""
 
-    def __init__(self, shape: TierShape) -> None:
-        def rows(num_pages: int) -> torch.Tensor:
-            size = (shape.num_mla_layers, num_pages * BLOCK_TOKENS, shape.row_bytes)
-            return torch.zeros(size, dtype=torch.uint8)
+    def __init__(
+        self,
+        shape: TierShape,
+        device: torch.device = _CPU,
+        host_memory: torch.Tensor | None = None,  # [host_bytes] uint8 that the device reads; given
+        # for a device other than the CPU
+    ) -> None:
+        def rows(num_pages: int) -> tuple[int, int, int]:
+            return (shape.num_mla_layers, num_pages * BLOCK_TOKENS, shape.row_bytes)
 
+        if host_memory is None:
+            host_memory = torch.zeros(shape.host_bytes, dtype=torch.uint8)
         self.shape = shape
-        self.host_rows = rows(shape.num_host_pages)
-        self.device_rows = rows(shape.num_device_pages)
+        self.host_rows = host_memory.view(rows(shape.num_host_pages))
+        self.device_rows = torch.zeros(
+            rows(shape.num_device_pages), dtype=torch.uint8, device=device
+        )
         self.index_pages = torch.zeros(
             (shape.num_index_layers, shape.num_host_pages, shape.index_page_bytes),
             dtype=torch.uint8,
+            device=device,
         )
 
     def write(
@@ -70,9 +88,14 @@ class TierPools:
         fetched = self.host_rows[layer].index_select(0, host_rows)
         self.device_rows[layer].index_copy_(0, device_rows, fetched)
 
-    def fetch_page(self, host_page: int, device_page: int) -> None:
-        """Copy one page to the device, all layers."""
-        source, target = host_page * BLOCK_TOKENS, device_page * BLOCK_TOKENS
-        self.device_rows[:, target : target + BLOCK_TOKENS] = self.host_rows[
-            :, source : source + BLOCK_TOKENS
-        ]
+    def fetch_pages(
+        self,
+        host_pages: IntArray,  # [n]
+        device_pages: IntArray,  # [n]
+    ) -> None:
+        """Copy whole pages to the device, all layers."""
+        for host_page, device_page in zip(host_pages.tolist(), device_pages.tolist(), strict=True):
+            source, target = host_page * BLOCK_TOKENS, device_page * BLOCK_TOKENS
+            self.device_rows[:, target : target + BLOCK_TOKENS] = self.host_rows[
+                :, source : source + BLOCK_TOKENS
+            ]
