@@ -6,6 +6,7 @@ memory.
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,12 +17,7 @@ from services.decode.config import DecodeConfig
 from shared.engine import tiles
 from shared.engine.attention_ops import CpuAttentionOps
 from shared.engine.comm import RankGroup
-from shared.engine.decode_engine import (
-    DecodeEngineSettings,
-    DecodeRow,
-    hidden_from_bytes,
-    open_decode_engine,
-)
+from shared.engine.decode_step import DecodeRow, hidden_from_bytes
 from shared.engine.kv.format import make_format
 from shared.engine.kv.host_tier import TieredSequence
 from shared.engine.kv.layout import BLOCK_TOKENS, Sharding
@@ -31,6 +27,7 @@ from shared.engine.model.backend import CpuBackend
 from shared.engine.model.config import load_config
 from shared.engine.model.loading import load_weights
 from shared.engine.model.transformer import Transformer
+from shared.engine.open_decode import DecodeEngineSettings, open_decode_engine
 from shared.engine.prefill_engine import PrefillEngine
 from shared.engine.prefill_kv import KvContext
 from shared.engine.step import Chunk, PrefillStep, Sampled, Sampling
@@ -61,7 +58,7 @@ class BareEngine:
         ops, sharding = CpuAttentionOps(made, config.attention), Sharding(1, BLOCK_TOKENS)
         context = KvContext(self._pool, ops, config.attention.kv_lora_rank, sharding, group)
         self._prefill = PrefillEngine(model, context)
-        self._decode = open_decode_engine(
+        opened = open_decode_engine(
             DecodeEngineSettings(
                 checkpoint=checkpoint,
                 kv_format=kv_format,
@@ -72,6 +69,7 @@ class BareEngine:
                 residency=ResidencyMode.MIXED,
             )
         )
+        self._decode = ExitStack().enter_context(opened)  # on a CPU there is nothing to leave
         self._num_used_blocks = 0
         self._prefill_threads = len(os.sched_getaffinity(0))
 

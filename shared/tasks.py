@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Coroutine
-from contextlib import asynccontextmanager
-from typing import Any
+from contextlib import AbstractContextManager, asynccontextmanager
+from typing import Any, TypeVar
+
+_Value = TypeVar("_Value")
 
 
 @asynccontextmanager
@@ -26,3 +28,13 @@ async def finish(running: Collection[asyncio.Task[None]], grace_s: float) -> Non
     for task in late:
         task.cancel()
     await asyncio.gather(*late, return_exceptions=True)
+
+
+@asynccontextmanager
+async def entered_aside(manager: AbstractContextManager[_Value]) -> AsyncIterator[_Value]:
+    """Enter and leave it on other threads, since both take long; it is not told of errors."""
+    value = await asyncio.to_thread(manager.__enter__)
+    try:
+        yield value
+    finally:
+        await asyncio.to_thread(manager.__exit__, None, None, None)

@@ -98,11 +98,13 @@ async def serve(config: DecodeConfig) -> AsyncIterator[DecodeService]:
     """
     async with bus.connect(config.nats_url, config.worker_id) as link:
         health = _Health(link)
-        async with lifecycle.health(config.health_host, config.health_port, health.state):
-            parts = await asyncio.to_thread(open_parts, config)
-            async with _working(config, link, parts) as service:
-                health.service = service
-                yield service
+        async with (
+            lifecycle.health(config.health_host, config.health_port, health.state),
+            tasks.entered_aside(open_parts(config)) as parts,
+            _working(config, link, parts) as service,
+        ):
+            health.service = service
+            yield service
 
 
 @asynccontextmanager

@@ -21,6 +21,7 @@ class DecodeConfig:
     checkpoint: Path
     model: str = ""  # empty = the checkpoint directory's name
     worker_id: str = field(default_factory=_host_id)  # a NATS subject token, unique in the fleet
+    device: str = "cpu"  # or cuda:N
     kv_format: str = "fp8_ds_mla"
     host_pool_mib: int = 1024
     device_pool_mib: int = 512

@@ -13,17 +13,19 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from services.decode.answer import Answer
 from services.decode.pace import Pace
 from shared import farspan_pb2 as pb
-from shared.engine.decode_engine import DecodeEngine, DecodeOutput, DecodeRow, hidden_from_bytes
+from shared.engine.decode_step import DecodeEngine, DecodeOutput, DecodeRow, hidden_from_bytes
 from shared.engine.kv.fetch_plan import GroupCounters
-from shared.engine.kv.host_tier import TieredSequence
+from shared.engine.kv.page_residency import PagedSequence
 from shared.errors import WorkerLost
 
 logger = logging.getLogger(__name__)
+
+_Row = DecodeRow[PagedSequence]
 
 # What the engine raises when a step's tokens must not be used.
 _StepError = (FloatingPointError, RuntimeError)
@@ -62,7 +64,7 @@ Result = Produced | Broken
 
 @dataclass
 class _Running:
-    row: DecodeRow
+    row: _Row
     answer: Answer
 
 
@@ -86,12 +88,12 @@ class StepThread:
     `deliver` gets each step's results, on the step thread.
     """
 
-    def __init__(self, engine: DecodeEngine, deliver: Callable[[list[Result]], None]) -> None:
+    def __init__(self, engine: DecodeEngine[Any], deliver: Callable[[list[Result]], None]) -> None:
         self.ended: Future[None] = Future()  # carries the error that stopped the thread
         self._engine = engine
         self._deliver = deliver
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._sequences: dict[str, TieredSequence] = {}
+        self._sequences: dict[str, PagedSequence] = {}
         self._running: dict[str, _Running] = {}
         self._is_stopping = False
         self._pace = Pace()
@@ -118,7 +120,8 @@ class StepThread:
     @property
     def counters(self) -> Sequence[GroupCounters]:
         """What selections have cost since start, for each group of layers."""
-        return self._engine.tier.counters
+        counters: Sequence[GroupCounters] = self._engine.tier.counters
+        return counters
 
     def open(self, request_id: str, block_ids: Sequence[int], num_shared: int) -> Future[None]:
         """Done when the blocks' old content is forgotten: then they may be written to."""
@@ -206,14 +209,14 @@ class StepThread:
         self._pace.note(len(ids), time.monotonic() - begun_s)
         return [self._take(*pair) for pair in zip(ids, outputs, strict=True)]
 
-    def _outputs(self, rows: Sequence[DecodeRow]) -> list[DecodeOutput | BaseException]:
+    def _outputs(self, rows: Sequence[_Row]) -> list[DecodeOutput | BaseException]:
         try:
             return [*self._engine.step(rows)]
         except _StepError as error:
             logger.exception("a step of %d sequences failed", len(rows))
             return [error] if len(rows) == 1 else self._one_by_one(rows)
 
-    def _one_by_one(self, rows: Sequence[DecodeRow]) -> list[DecodeOutput | BaseException]:
+    def _one_by_one(self, rows: Sequence[_Row]) -> list[DecodeOutput | BaseException]:
         """Steps may be repeated: each sequence alone, to see whose fault it was."""
         outputs: list[DecodeOutput | BaseException] = []
         failures: list[Exception] = []

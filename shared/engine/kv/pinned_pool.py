@@ -12,7 +12,10 @@ import torch
 
 
 @contextmanager
-def pinned_pool(num_bytes: int) -> Iterator[torch.Tensor]:  # [num_bytes] uint8, zero
+def pinned_pool(
+    num_bytes: int,
+    device: torch.device | None = None,  # a CUDA device; None = the current one
+) -> Iterator[torch.Tensor]:  # [num_bytes] uint8, zero
     """A pool that is pinned inside the block; its memory lives as long as a tensor on it.
 
     MemoryError if the host refuses to pin so much.
@@ -25,12 +28,13 @@ def pinned_pool(num_bytes: int) -> Iterator[torch.Tensor]:  # [num_bytes] uint8,
         yield pool
         return
     runtime = torch.cuda.cudart()
-    status = int(runtime.cudaHostRegister(pool.data_ptr(), num_bytes, 0))
+    with torch.cuda.device(device):
+        status = int(runtime.cudaHostRegister(pool.data_ptr(), num_bytes, 0))
     if status:
         raise MemoryError(f"{num_bytes} bytes cannot be pinned: CUDA error {status}")
     try:
         yield pool
     finally:
         # A kernel may still be reading.
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         runtime.cudaHostUnregister(pool.data_ptr())

@@ -6,17 +6,12 @@ from functools import cache
 import pytest
 import torch
 
-from shared.engine.decode_engine import (
-    DecodeEngine,
-    DecodeEngineSettings,
-    DecodeRow,
-    hidden_from_bytes,
-    open_decode_engine,
-)
+from shared.engine.decode_step import DecodeEngine, DecodeRow, hidden_from_bytes
 from shared.engine.kv.host_tier import TieredSequence
 from shared.engine.kv.layout import BLOCK_TOKENS
 from shared.engine.kv.residency import ResidencyMode
 from shared.engine.kv.tier_pools import TierPools
+from shared.engine.open_decode import DecodeEngineSettings, open_decode_engine
 from shared.engine.step import Sampled, Sampling
 from shared.errors import ConfigError
 from tests import demo
@@ -66,7 +61,7 @@ def prompts(kv_format: str) -> list[Prompt]:
 class Running:
     """One sequence that decodes greedily."""
 
-    def __init__(self, engine: DecodeEngine, prompt: Prompt, blocks: range) -> None:
+    def __init__(self, engine: DecodeEngine[TieredSequence], prompt: Prompt, blocks: range) -> None:
         self.prompt = prompt
         self.blocks = list(blocks)
         self.sequence: TieredSequence = engine.tier.open(self.blocks)
@@ -78,7 +73,7 @@ class Running:
     def num_cached(self) -> int:
         return len(self.prompt.token_ids) + len(self.tokens) - 1
 
-    def row(self) -> DecodeRow:
+    def row(self) -> DecodeRow[TieredSequence]:
         return DecodeRow(self.sequence, self.tokens[-1], self.num_cached, self.hidden, Sampling())
 
     def kv(self, pools: TierPools) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,25 +109,25 @@ def decoded(kv_format: str, residency: str, batch: tuple[int, ...] = (0, 1, 2)) 
     """These prompts in one batch, NUM_NEW tokens each."""
     # 23 device pages: all 20 fit, but leave less than `mixed` wants free.
     device_pool_mib = {"fp32": 24, "fp8_ds_mla": 7}[kv_format] * -(-len(batch) // 3)
-    engine = open_decode_engine(settings(kv_format, residency, device_pool_mib))
-    running = [
-        Running(engine, prompts(kv_format)[number], range(12 * place, 12 * place + 12))
-        for place, number in enumerate(batch)
-    ]
-    for _ in range(NUM_NEW - 1):
-        outputs = engine.step([sequence.row() for sequence in running])
-        for sequence, output in zip(running, outputs, strict=True):
-            sequence.tokens.append(output.token_id)
-            sequence.hidden = output.hidden
-    result = Decoded(
-        tokens=[sequence.tokens for sequence in running],
-        hidden=[sequence.hidden for sequence in running],
-        kv=[sequence.kv(engine.tier.pools) for sequence in running],
-        num_misses=sum(counters.misses for counters in engine.tier.counters),
-    )
-    for sequence in running:
-        engine.tier.close(sequence.sequence)
-    engine.tier.check_integrity()
+    with open_decode_engine(settings(kv_format, residency, device_pool_mib)) as engine:
+        running = [
+            Running(engine, prompts(kv_format)[number], range(12 * place, 12 * place + 12))
+            for place, number in enumerate(batch)
+        ]
+        for _ in range(NUM_NEW - 1):
+            outputs = engine.step([sequence.row() for sequence in running])
+            for sequence, output in zip(running, outputs, strict=True):
+                sequence.tokens.append(output.token_id)
+                sequence.hidden = output.hidden
+        result = Decoded(
+            tokens=[sequence.tokens for sequence in running],
+            hidden=[sequence.hidden for sequence in running],
+            kv=[sequence.kv(engine.tier.pools) for sequence in running],
+            num_misses=sum(counters.misses for counters in engine.tier.counters),
+        )
+        for sequence in running:
+            engine.tier.close(sequence.sequence)
+        engine.tier.check_integrity()
     return result
 
 
@@ -185,7 +180,7 @@ def test_who_decodes_beside_a_sequence_changes_no_bit_of_it(
 def test_pools_too_small_for_one_page_are_refused() -> None:
     """An operator learns at the start, not at the first request."""
     with pytest.raises(ConfigError, match="too small"):
-        open_decode_engine(settings("fp32", "mixed", device_pool_mib=0))
+        open_decode_engine(settings("fp32", "mixed", device_pool_mib=0)).__enter__()
 
 
 def test_a_hidden_state_of_another_width_is_refused() -> None:

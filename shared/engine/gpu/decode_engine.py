@@ -1,0 +1,84 @@
+"""Decode on a GPU: numbers in, one replay, tokens out; the host waits once, for the tokens.
+
+Knows tensors and tiers; knows nothing of requests' lives, other services or the network.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from shared.engine.decode_step import DecodeOutput, DecodeRow
+from shared.engine.gpu.decode_step import DecodeStep
+from shared.engine.gpu.sampler import draw
+from shared.engine.gpu.tier import GpuSequence, GpuTier
+from shared.engine.gpu.transfers import on_device, sent
+from shared.engine.kv.layout import BLOCK_TOKENS, IntArray
+from shared.engine.kv.page_residency import StepRange
+from shared.engine.kv.residency import ResidencyPolicy
+from shared.engine.model.config import ModelConfig
+
+RunStep = Callable[[int, int], None]  # DecodeStep.run, or its replay
+
+
+class GpuDecodeEngine:
+    """See DecodeEngine."""
+
+    def __init__(self, step: DecodeStep, run: RunStep, policy: ResidencyPolicy) -> None:
+        self.config: ModelConfig = step.model.config
+        self.policy = policy
+        self._step = step
+        self._run = run
+        self._device = step.hidden.device
+
+    @property
+    def tier(self) -> GpuTier:
+        """See DecodeEngine."""
+        return self._step.tier
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[DecodeRow[GpuSequence]]) -> list[DecodeOutput]:
+        """See DecodeEngine. RuntimeError for more rows than the step has room for."""
+        with on_device(self._device):  # a setting of each thread
+            return self._computed(rows)
+
+    def _computed(self, rows: Sequence[DecodeRow[GpuSequence]]) -> list[DecodeOutput]:
+        step, tier, num_rows = self._step, self.tier, len(rows)
+        if num_rows > step.max_rows:
+            raise RuntimeError(f"{num_rows} sequences in a step, at most {step.max_rows}")
+        tier.prepare([StepRange(row.sequence, row.position, row.position + 1) for row in rows])
+        step.numbers.copy_(sent(self._numbers(rows), self._device))
+        for row, place in zip(rows, step.previous_hidden[:num_rows], strict=True):
+            place.copy_(row.previous_hidden, non_blocking=True)
+        last = max(row.position for row in rows)
+        self._run(num_rows, last // BLOCK_TOKENS + 1)
+        token_ids = draw(step.logits[:num_rows], [row.sampling for row in rows])
+        hidden = step.hidden[:num_rows].clone()  # the next step overwrites it
+        told = self._told(torch.cat((token_ids, tier.tables.totals.flatten())))
+        tier.count(told[num_rows:].reshape(len(tier.groups), -1))
+        if told[:num_rows].min() < 0:
+            raise FloatingPointError("the model's logits are not finite")
+        return [
+            DecodeOutput(token, row)
+            for token, row in zip(told[:num_rows].tolist(), hidden, strict=True)
+        ]
+
+    def _numbers(self, rows: Sequence[DecodeRow[GpuSequence]]) -> IntArray:
+        numbers = np.full(tuple(self._step.numbers.shape), -1, np.int64)
+        for place, row in enumerate(rows):
+            sequence = row.sequence
+            lease = sequence.slot if sequence.has_tables else -1
+            written = self.tier.write_rows(sequence, row.position)
+            numbers[:, place] = (row.token_id, row.position, *written, sequence.slot, lease)
+        return numbers
+
+    def _told(self, numbers: torch.Tensor) -> IntArray:
+        """The numbers on the host: the one place where it waits for the device."""
+        if self._device.type == "cpu":
+            return numbers.numpy()
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        arrived.synchronize()
+        return host.numpy()
