@@ -33,13 +33,13 @@ from shared.engine.step import Sampled, Sampling
 from tests import demo
 
 HAS_GPU = torch.cuda.is_available()
-NUM_NEW = 64 if HAS_GPU else 5
-MAX_ROWS = 6
+NUM_NEW = 64 if HAS_GPU else 4
+MAX_ROWS = 4
 RESIDENCIES = ["all-resident", "mixed", "all-host"]
-PARTS = (slice(0, 700), slice(900, 963), slice(1000, 1340), slice(1500, 1756))
+PARTS = (slice(0, 700), slice(900, 963), slice(1500, 1756))
 BLOCKS_EACH = 14
 # All pages fit, but in the mixed tier they leave less than it wants free.
-DEVICE_POOL_MIB = {"all-resident": 12, "mixed": 8, "all-host": 12}
+DEVICE_POOL_MIB = {"all-resident": 12, "mixed": 7, "all-host": 12}
 PAGE_BYTES = 7 * 64 * 656
 FEWEST_EQUAL, FEWEST_SURE_EQUAL, SURE = 0.9, 0.99, 1.0
 
@@ -117,7 +117,8 @@ def step_by_step(residency: str) -> GpuDecodeEngine:
     )
     tier = GpuTier(TierPools(shape), index_groups(config), policy, MAX_ROWS)
     step = DecodeStep(model, tier, MAX_ROWS)
-    return GpuDecodeEngine(step, step.run, policy)
+    # One row of padding more than wanted, as a captured step may have.
+    return GpuDecodeEngine(step, lambda rows, pages: step.run(rows + 1, pages), policy)
 
 
 class Running:
@@ -220,3 +221,63 @@ def cpu_choices(prompt: Prompt, tokens: list[int]) -> Iterator[tuple[int, bool, 
     best = reference.answer_logits(prompt.token_ids, tokens[:-1], 0).topk(2, -1)
     for values, indices, token in zip(best.values, best.indices, tokens, strict=True):
         yield int(indices[0]), float(values[0] - values[1]) > SURE, token
+
+
+def steps(engine: GpuDecodeEngine, sequence: Running, num_steps: int) -> list[int]:
+    for _ in range(num_steps):
+        (output,) = engine.step([sequence.row(Sampling())])
+        sequence.tokens.append(output.token_id)
+        sequence.hidden = output.hidden
+    return sequence.tokens
+
+
+def test_who_takes_a_closed_sequences_blocks_and_slot_reads_its_own_rows() -> None:
+    """Hot rows and pages of the one before are gone."""
+    with opened("all-host") as engine:
+        expected = steps(engine, Running(engine, prompts()[2], 0), 3)
+    with opened("all-host") as engine:
+        before = Running(engine, prompts()[0], 0)
+        steps(engine, before, 3)
+        engine.tier.close(before.sequence)
+
+        after = Running(engine, prompts()[2], 0)
+
+        assert after.sequence.slot == before.sequence.slot
+        assert steps(engine, after, 3) == expected
+
+
+def test_a_step_may_be_repeated() -> None:
+    """After a failure each sequence is stepped alone: what was written is written again."""
+    with opened("all-host") as engine:
+        sequence = Running(engine, prompts()[2], 0)
+        steps(engine, sequence, 2)
+        first, second = (engine.step([sequence.row(Sampling())]) for _ in range(2))
+
+    assert first[0].token_id == second[0].token_id
+    assert torch.equal(first[0].hidden, second[0].hidden)
+
+
+@pytest.mark.gpu  # the interpreter raises by itself
+def test_a_cached_row_that_is_no_number_breaks_its_step_and_no_other() -> None:
+    """No token of it may leave."""
+    with opened("all-resident") as engine:
+        expected = steps(engine, Running(engine, prompts()[2], 2), 2)
+        broken, whole = (Running(engine, prompts()[2], place) for place in range(2))
+        rows = engine.tier.pools.host_rows.unflatten(1, (-1, BLOCK_TOKENS))
+        rows[:, broken.blocks[0], :, 528:] = 0xFF  # rotary values: bf16 NaN
+
+        with pytest.raises(FloatingPointError):
+            steps(engine, broken, 1)
+
+        assert steps(engine, whole, 2) == expected
+
+
+def test_more_sequences_than_slots_are_refused() -> None:
+    """Admission counts them; one more is our fault and must not overwrite another's blocks."""
+    with opened("all-resident") as engine:
+        for place in range(MAX_ROWS):
+            engine.tier.open([place])
+
+        with pytest.raises(RuntimeError, match="open already"):
+            engine.tier.open([MAX_ROWS])
+        engine.tier.check_integrity()
