@@ -17,6 +17,7 @@ from shared.engine.kv.layout import BLOCK_TOKENS, IntArray
 from shared.engine.kv.page_residency import StepRange
 from shared.engine.kv.residency import ResidencyPolicy
 from shared.engine.model.config import ModelConfig
+from shared.errors import WorkerLost
 
 RunStep = Callable[[int, int], None]  # DecodeStep.run, or its replay
 
@@ -38,9 +39,14 @@ class GpuDecodeEngine:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[DecodeRow[GpuSequence]]) -> list[DecodeOutput]:
-        """See DecodeEngine. RuntimeError for more rows than the step has room for."""
-        with on_device(self._device):  # a setting of each thread
-            return self._computed(rows)
+        """See DecodeEngine. RuntimeError for more rows than the step has room for, WorkerLost for a
+        device that can compute nothing any more.
+        """
+        try:
+            with on_device(self._device):  # a setting of each thread
+                return self._computed(rows)
+        except torch.AcceleratorError as error:
+            raise WorkerLost(f"{self._device} is lost: {error}") from error
 
     def _computed(self, rows: Sequence[DecodeRow[GpuSequence]]) -> list[DecodeOutput]:
         step, tier, num_rows = self._step, self.tier, len(rows)
@@ -78,7 +84,7 @@ class GpuDecodeEngine:
             return numbers.numpy()
         host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         host.copy_(numbers, non_blocking=True)
-        arrived = torch.cuda.Event()
+        arrived = torch.cuda.Event(blocking=True)  # else the thread would spin
         arrived.record()
         arrived.synchronize()
         return host.numpy()

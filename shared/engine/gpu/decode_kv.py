@@ -18,8 +18,10 @@ from shared.engine.kernels.paged_indexer import paged_indexer
 from shared.engine.kernels.resolve_rows import resolve_rows
 from shared.engine.kernels.sparse_mla_decode import sparse_mla_decode
 from shared.engine.kernels.top_k import top_k
+from shared.engine.kv.fetch_plan import IndexGroup
 from shared.engine.kv.format import quantise_tiles
 from shared.engine.kv.layout import BLOCK_TOKENS
+from shared.engine.kv.tier_pools import TierPools
 from shared.engine.model.config import ModelConfig
 from shared.engine.model.layers import NewKv, Queries
 
@@ -38,11 +40,50 @@ class StepPlaces:
     leases: torch.Tensor  # int32 the slot of a sequence with hot rows, -1 = none
 
 
+class Fetches:
+    """Copies of a group's missing rows: the owner's at once, its followers' beside what the owner
+    computes. The plan is one; a follower waits only if its own rows are not there yet.
+    """
+
+    def __init__(self, pools: TierPools) -> None:
+        device = pools.device_rows.device
+        self._pools = pools
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._arrivals: dict[int, torch.cuda.Event] = {}
+
+    def start(self, group: IndexGroup, plan: MissPlan) -> None:
+        """Every layer's copy. The plan may change once all layers have finished theirs."""
+        if self._beside is None:
+            for layer in group.layers:
+                self._copy(layer, plan)
+            return
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            for layer in group.layers:
+                self._copy(layer, plan)
+                self._arrivals[layer] = torch.cuda.Event()
+                self._arrivals[layer].record()
+
+    def finish(self, layer: int) -> None:
+        """What is launched from now on finds the layer's rows."""
+        if self._beside is not None:
+            self._arrivals.pop(layer).wait()
+
+    def _copy(self, layer: int, plan: MissPlan) -> None:
+        pools = self._pools
+        host_gather(pools.host_rows[layer], pools.device_rows[layer], plan, _GATHER_PROGRAMS)
+
+
 class GpuDecodeKv:
     """KvStep of one step; `begin` comes first, `end` last."""
 
     def __init__(
-        self, places: StepPlaces, num_pages: int, tier: GpuTier, config: ModelConfig
+        self,
+        places: StepPlaces,
+        num_pages: int,
+        tier: GpuTier,
+        fetches: Fetches,
+        config: ModelConfig,
     ) -> None:
         """`num_pages` is enough for every row's position."""
         self._places = places
@@ -64,6 +105,7 @@ class GpuDecodeKv:
         shape = (len(tier.groups), num_rows)
         self._counts = torch.zeros((*shape, 3), dtype=torch.int32, device=device)
         self._num_misses = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._fetches = fetches
 
     def begin(self) -> None:
         """Hot copies of rows that are written again are stale."""
@@ -95,7 +137,8 @@ class GpuDecodeKv:
             chosen = self._choose(layer, queries).unsqueeze(1)
             tables = self._tier.tables
             resolve_rows(chosen, self._blocks, tables.hot, group, tables.scratch, found)
-        host_gather(pools.host_rows[layer], pools.device_rows[layer], found.plan, _GATHER_PROGRAMS)
+            self._fetches.start(self._tier.groups[group], found.plan)
+        self._fetches.finish(layer)
         out, _ = sparse_mla_decode(
             queries.query.contiguous(),
             pools.device_rows[layer],

@@ -6,7 +6,7 @@ once for each and replayed.
 
 import torch
 
-from shared.engine.gpu.decode_kv import GpuDecodeKv, StepPlaces
+from shared.engine.gpu.decode_kv import Fetches, GpuDecodeKv, StepPlaces
 from shared.engine.gpu.tier import GpuTier
 from shared.engine.model.transformer import StepRows, Transformer
 
@@ -19,6 +19,7 @@ class DecodeStep:
         device, dtype = embedding.device, embedding.dtype
         self.model = model
         self.tier = tier
+        self._fetches = Fetches(tier.pools)
         self.max_rows = max_rows
         # Token ids, positions, host rows, device rows, slots, leases; a column each row.
         self.numbers = torch.full((6, max_rows), -1, dtype=torch.int64, device=device)
@@ -32,7 +33,7 @@ class DecodeStep:
         """Compute the first num_rows rows; num_pages is enough for every position."""
         token_ids, positions, host_rows, device_rows, slots, leases = self.numbers[:, :num_rows]
         places = StepPlaces(positions, host_rows, device_rows, slots.clamp_min(0), leases.int())
-        kv = GpuDecodeKv(places, num_pages, self.tier, self.model.config)
+        kv = GpuDecodeKv(places, num_pages, self.tier, self._fetches, self.model.config)
         # Padding computes something that nobody reads.
         token_ids = token_ids.clamp_min(0)
         kv.begin()

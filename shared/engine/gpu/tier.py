@@ -18,6 +18,7 @@ from shared.engine.kv.layout import BLOCK_TOKENS, IntArray
 from shared.engine.kv.page_residency import PagedSequence, PageResidency, StepRange
 from shared.engine.kv.residency import ResidencyPolicy
 from shared.engine.kv.tier_pools import TierPools
+from shared.errors import WorkerLost
 
 _PAGE_PROGRAMS = 32  # between steps the whole device is free to copy pages
 
@@ -109,12 +110,12 @@ class GpuTier:
         return int(host[0]), max(int(device[0]), -1)
 
     def count(self, totals: IntArray) -> None:
-        """Take over what the device has counted. RuntimeError if it read rows that were nowhere."""
+        """Take over what the device has counted. WorkerLost if it wanted rows that were nowhere."""
         for group, counters, (resident, hits, unplaced, misses) in zip(
             self.groups, self.counters, totals.tolist(), strict=True
         ):
             if unplaced:
-                raise RuntimeError("rows outside the device were selected before prepare")
+                raise WorkerLost("rows outside the device were selected before prepare")
             counters.resident, counters.hits, counters.misses = resident, hits, misses
             counters.host_bytes = misses * len(group.layers) * self.pools.shape.row_bytes
 
