@@ -1,14 +1,18 @@
 """Host memory that GPU kernels read in place.
 
-Huge pages, touched by all threads and then registered: 40 GiB take seconds, ten times less than
-torch's own pinned allocation (measured on an H200 host). Without a GPU it is plain memory.
+Huge pages, touched by threads on all cores and then registered: 40 GiB take seconds, ten times less
+than with torch's own pinned allocation (measured on an H200 host). Without a GPU it is plain memory.
 """
 
 import mmap
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
+
+_PART_BYTES = 1 << 30
 
 
 @contextmanager
@@ -23,7 +27,7 @@ def pinned_pool(
     mapping = mmap.mmap(-1, num_bytes)
     mapping.madvise(mmap.MADV_HUGEPAGE)
     pool = torch.frombuffer(mapping, dtype=torch.uint8)
-    pool.zero_()  # by all threads: the first touch is what allocates
+    _touch(pool)
     if not torch.cuda.is_available():
         yield pool
         return
@@ -38,3 +42,9 @@ def pinned_pool(
         # A kernel may still be reading.
         torch.cuda.synchronize(device)
         runtime.cudaHostUnregister(pool.data_ptr())
+
+
+def _touch(pool: torch.Tensor) -> None:
+    """Write every page, since the first touch is what allocates; however many threads torch has."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        list(threads.map(torch.Tensor.zero_, pool.split(_PART_BYTES)))
