@@ -10,7 +10,8 @@ import torch
 
 from shared import farspan_pb2 as pb
 from shared.engine import ranks
-from shared.engine.handoff.importer import Destination, KvImporter, PullRequest
+from shared.engine.handoff.importer import KvImporter, PullRequest
+from shared.engine.handoff.placing import Destination
 from shared.engine.kv.layout import BLOCK_TOKENS
 from shared.engine.rank_messages import RankSettings
 from shared.engine.ranks import Ranks
@@ -22,10 +23,16 @@ NUM_BLOCKS = 48
 
 
 def settings(
-    num_ranks: int, interleave: int = 64, checkpoint: Path = demo.CHECKPOINT
+    num_ranks: int,
+    interleave: int = 64,
+    checkpoint: Path = demo.CHECKPOINT,
+    kv_format: str = "fp32",
+    device: str = "cpu",
 ) -> RankSettings:
-    """Small ranks with fp32 KV."""
-    return RankSettings("p", EPOCH, checkpoint, "fp32", num_ranks, interleave, NUM_BLOCKS, 1)
+    """Small ranks."""
+    return RankSettings(
+        "p", EPOCH, checkpoint, kv_format, num_ranks, interleave, NUM_BLOCKS, 1, device
+    )
 
 
 def chunk_ends(begin: int, end: int, chunk_tokens: int) -> list[int]:
@@ -42,10 +49,18 @@ def token_rows(pages: torch.Tensor, num_tokens: int) -> torch.Tensor:
 class PromptsOnRanks:
     """Hands out blocks one after another, and computes prompts in them."""
 
-    def __init__(self, engine: Ranks, num_ranks: int) -> None:
+    def __init__(
+        self,
+        engine: Ranks,
+        num_ranks: int,
+        device: str = "cpu",  # that pulls
+    ) -> None:
         self.block_tokens = BLOCK_TOKENS * num_ranks
         self._engine = engine
-        self._importer = KvImporter("test", engine.layout, staging_bytes=1 << 25, num_lanes=1)
+        self._device = torch.device(device)
+        self._importer = KvImporter(
+            "test", engine.layout, staging_bytes=1 << 25, num_lanes=1, device=self._device
+        )
         self._next_block = 1
         self._generation = 1
 
@@ -89,14 +104,25 @@ class PromptsOnRanks:
         self, blocks: Sequence[int], num_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows and index keys in token order, the MTP layer's too: as `token_rows` gives them."""
+        pages = await self.pull(blocks, num_tokens)
+        rows, keys = (token_rows(each.transpose(0, 1), num_tokens) for each in pages)
+        return rows, keys
+
+    async def pull(
+        self, blocks: Sequence[int], num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[layers, pages, 64, row bytes] and [index layers, pages, page bytes] uint8."""
         layout, num_pages = self._engine.layout, -(-num_tokens // BLOCK_TOKENS)
         destination = Destination(
             torch.empty(
                 (layout.num_mla_layers, num_pages, BLOCK_TOKENS, layout.row_bytes),
                 dtype=torch.uint8,
+                pin_memory=self._device.type == "cuda",
             ),
             torch.empty(
-                (layout.num_index_layers, num_pages, layout.index_page_bytes), dtype=torch.uint8
+                (layout.num_index_layers, num_pages, layout.index_page_bytes),
+                dtype=torch.uint8,
+                device=self._device,
             ),
             range(num_pages),
         )
@@ -111,9 +137,7 @@ class PromptsOnRanks:
             destination=destination,
         )
         await asyncio.to_thread(self._importer.pull, pull)
-        pages = (destination.host_rows, destination.index_pages)
-        rows, keys = (token_rows(each.transpose(0, 1), num_tokens) for each in pages)
-        return rows, keys
+        return destination.host_rows, destination.index_pages
 
 
 @asynccontextmanager

@@ -53,6 +53,12 @@ class DecodeService:
         beat = self._report.heartbeat(self.state, self.rank.blocks, self.rank.steps.tokens_per_s)
         await self.rank.bus.publish(subjects.HEARTBEAT, beat)
 
+    async def give_back_memory(self) -> None:
+        """For ever unmap what GPU memory dead prefill ranks have left mapped here."""
+        while True:
+            await asyncio.to_thread(self.rank.importer.give_back_dead_memory)
+            await asyncio.sleep(_BEAT_S)
+
     async def on_heartbeat(self, heartbeat: pb.Heartbeat) -> None:
         """Note that a prefill worker lives."""
         self.rank.prefills.observe(heartbeat)
@@ -118,7 +124,11 @@ async def _working(config: DecodeConfig, link: Bus, parts: Parts) -> AsyncIterat
     with ThreadPoolExecutor(NUM_LANES, "pull") as pull_threads, steps:
         service = _assemble(config, link, parts, steps, pull_threads)
         async with (
-            tasks.background(service.watch_steps(), service.rank.blocks.announce()),
+            tasks.background(
+                service.watch_steps(),
+                service.rank.blocks.announce(),
+                service.give_back_memory(),
+            ),
             _subscribed(service, config.worker_id),
             tasks.background(service.beat()),
         ):

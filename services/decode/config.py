@@ -30,7 +30,8 @@ class DecodeConfig:
     residency: str = ResidencyMode.MIXED.value
     max_concurrent: int = 64
     max_waiting: int = 256  # offers that may queue for room
-    staging_mib: int = 64  # NIXL reads land here before they are checked
+    # NIXL reads land here before they are checked; on a GPU so much of both kinds of memory
+    staging_mib: int = 64
     pull_timeout_s: float = 5.0  # of at most 4,096 tokens; a failure is told only after it
     threads: int = 1  # more of them wait for each other longer than few rows take (docs/LOG.md)
     drain_s: float = 30.0

@@ -24,8 +24,9 @@ from shared import farspan_pb2 as pb
 from shared import subjects, telemetry
 from shared.block_hash import BLOCK_TOKENS
 from shared.bus import Bus
-from shared.engine.handoff.importer import Destination, KvImporter, PullRequest
+from shared.engine.handoff.importer import KvImporter, PullRequest
 from shared.engine.handoff.landing import Landing
+from shared.engine.handoff.placing import Destination
 from shared.errors import DeadlineExceeded, FarspanError, WorkerLost
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ class Life:
         layout = request.offer.layout
         window = PullWindow(request.num_tokens, layout.dcp_size, layout.interleave)
         destination = self._rank.landing.of(allocation.block_ids)
-        pulled, num_bytes = allocation.hit_tokens, 0
+        pulled, num_bytes, reading_s = allocation.hit_tokens, 0, 0.0
         with telemetry.span("handoff.pull", hit_tokens=pulled) as span:
             while pulled < request.num_tokens or not request.is_handed_over:
                 request.progress.clear()
@@ -139,10 +140,12 @@ class Life:
                 if end == pulled:
                     await request.progress.wait()
                     continue
+                began_s = time.monotonic()
                 num_bytes += await self._pull(pulled, end, destination)
+                reading_s += time.monotonic() - began_s
                 pulled = end
             num_blocks = -(-(pulled - allocation.hit_tokens) // BLOCK_TOKENS)
-            span.set(bytes=num_bytes, blocks=num_blocks)
+            span.set(bytes=num_bytes, blocks=num_blocks, reading_ms=reading_s * 1e3)
         self._rank.blocks.imported(self._holding, request.num_tokens)
 
     async def _pull(self, first_token: int, last_token: int, destination: Destination) -> int:

@@ -57,5 +57,6 @@ def open_parts(config: DecodeConfig) -> Iterator[Parts]:
             layout,
             staging_bytes=config.staging_mib << 20,
             num_lanes=NUM_LANES,
+            device=engine.tier.pools.index_pages.device,
         )
         yield Parts(engine, layout, importer, Landing(engine.tier.pools))

@@ -10,6 +10,7 @@ from shared.block_hash import BLOCK_TOKENS
 from shared.engine.rank_messages import RankSettings
 
 _WORKER_ID = re.compile(r"[A-Za-z0-9_-]+")
+_DEVICE = re.compile(r"cpu|cuda:[0-9]+")
 
 
 def _host_name() -> str:
@@ -26,11 +27,12 @@ class PrefillConfig:
     model: str
     worker_id: str = field(default_factory=_host_name)
     ranks: int = 1
+    device: str = "cpu"  # or cuda:N: rank r computes on cuda:N+r
     interleave: int = BLOCK_TOKENS
     kv_format: str = "fp8_ds_mla"
     num_blocks: int = 1024  # of each rank's pool
     chunk_tokens: int = 1024  # of all requests in one step
-    threads_per_rank: int = 0  # 0 = the cores shared out
+    threads_per_rank: int = 0  # on the CPU; 0 = the cores shared out
     max_requests: int = 256
     lease_s: float = 30.0
     drain_s: float = 20.0
@@ -42,6 +44,8 @@ class PrefillConfig:
     def __post_init__(self) -> None:
         if not _WORKER_ID.fullmatch(self.worker_id):
             raise ValueError(f"worker id {self.worker_id!r} is not made of [A-Za-z0-9_-]")
+        if not _DEVICE.fullmatch(self.device):
+            raise ValueError(f"device {self.device!r} is neither cpu nor cuda:N")
         if self.ranks < 1 or self.num_blocks < 1 or self.max_requests < 1:
             raise ValueError("ranks, num_blocks and max_requests must be at least 1")
         if self.interleave < 1 or BLOCK_TOKENS % self.interleave:
@@ -61,4 +65,5 @@ class PrefillConfig:
             interleave=self.interleave,
             num_blocks=self.num_blocks,
             num_threads=self.threads_per_rank or max(1, cores // self.ranks),
+            device=self.device,
         )

@@ -1,7 +1,7 @@
 """Opens a decode engine: settings, memory and model, for the device at hand."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,7 @@ class PoolSizes:
 def open_decode_engine(settings: DecodeEngineSettings) -> Iterator[DecodeEngine[Any]]:
     """The model loaded and the pools made, inside the block.
 
-    Raises ConfigError for what cannot work together, MemoryError for a host pool that cannot be
-    pinned.
+    Raises ConfigError for what cannot work together, or does not fit.
     """
     config = load_config(settings.checkpoint)
     kv_format = make_format(settings.kv_format, config.attention)
@@ -105,16 +104,24 @@ def _on_gpu(
     from shared.engine.gpu.tier import GpuTier
 
     tiles.use(1)  # other threads would compute outside the captured stream
-    with pinned_pool(shape.host_bytes, device) as host_memory:
-        with torch.cuda.device(device):
-            group = RankGroup()
-            weights = load_weights(settings.checkpoint, config, group, GpuBackend(device))
-            pools = TierPools(shape, device, host_memory)
-            tier = GpuTier(pools, index_groups(config), policy, settings.max_sequences)
-            step = DecodeStep(Transformer(config, weights, group), tier, settings.max_sequences)
-            max_pages = min(shape.num_host_pages, -(-config.max_position // BLOCK_TOKENS))
-            graphs = StepGraphs(step, max_pages)
-        yield GpuDecodeEngine(step, graphs.run, policy)
+
+    def made(host_memory: torch.Tensor) -> GpuDecodeEngine:
+        group = RankGroup()
+        weights = load_weights(settings.checkpoint, config, group, GpuBackend(device))
+        pools = TierPools(shape, device, host_memory)
+        tier = GpuTier(pools, index_groups(config), policy, settings.max_sequences)
+        step = DecodeStep(Transformer(config, weights, group), tier, settings.max_sequences)
+        max_pages = min(shape.num_host_pages, -(-config.max_position // BLOCK_TOKENS))
+        return GpuDecodeEngine(step, StepGraphs(step, max_pages).run, policy)
+
+    with ExitStack() as stack:
+        try:
+            host_memory = stack.enter_context(pinned_pool(shape.host_bytes, device))
+            with torch.cuda.device(device):
+                engine = made(host_memory)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise ConfigError(f"decode does not fit {device} and its host: {error}") from error
+        yield engine
 
 
 def index_groups(config: ModelConfig) -> list[IndexGroup]:

@@ -17,7 +17,8 @@ class RankSettings:
     num_ranks: int
     interleave: int
     num_blocks: int  # of each rank's pool
-    num_threads: int  # of each rank
+    num_threads: int  # of each rank, if it computes on the CPU
+    device: str = "cpu"  # or cuda:N, the first rank's; the next ones' follow it
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ few tokens may differ, and hardly any that the CPU is sure of: the same weights 
 bf16 on the CPU give 96.3 % of fp32's greedy tokens on this prose.
 """
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from shared.engine import tiles
+from shared.engine import ranks, tiles
 from shared.engine.comm import RankGroup
 from shared.engine.gpu.attention_ops import GpuAttentionOps
 from shared.engine.gpu.backend import GpuBackend
@@ -26,7 +27,9 @@ from shared.engine.model.transformer import Transformer
 from shared.engine.prefill_engine import PrefillEngine
 from shared.engine.prefill_kv import KvContext
 from shared.engine.step import Chunk, PrefillStep
+from shared.errors import ConfigError
 from tests import demo
+from tests.prompts_on_ranks import PromptsOnRanks, chunk_ends, settings
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +63,9 @@ def logits(engine: PrefillEngine, model: Transformer, num_ranks: int) -> torch.T
     return model.logits(torch.cat(fresh)).cpu()
 
 
-def on_gpu(rank: int, num_ranks: int, interleave: int) -> torch.Tensor:
+def gpu_engine(
+    rank: int, num_ranks: int, interleave: int
+) -> tuple[PrefillEngine, Transformer, BlockPool]:
     tiles.use(1)
     device, config = torch.device("cuda", rank), load_config(demo.CHECKPOINT)
     kv_format, group = make_format("fp8_ds_mla", config.attention), RankGroup(rank, num_ranks)
@@ -68,14 +73,32 @@ def on_gpu(rank: int, num_ranks: int, interleave: int) -> torch.Tensor:
         config, load_weights(demo.CHECKPOINT, config, group, GpuBackend(device)), group
     )
     num_blocks = -(-NUM_TOKENS // (BLOCK_TOKENS * num_ranks))
+    pool = BlockPool(config, kv_format, num_blocks, epoch=1, device=device)
     context = KvContext(
-        BlockPool(config, kv_format, num_blocks, epoch=1, device=device),
+        pool,
         GpuAttentionOps(kv_format, config.attention),
         config.attention.kv_lora_rank,
         Sharding(num_ranks, interleave),
         group,
     )
-    return logits(PrefillEngine(model, context), model, num_ranks)
+    return PrefillEngine(model, context), model, pool
+
+
+def on_gpu(rank: int, num_ranks: int, interleave: int) -> torch.Tensor:
+    engine, model, _ = gpu_engine(rank, num_ranks, interleave)
+    return logits(engine, model, num_ranks)
+
+
+async def served(num_ranks: int, interleave: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """The token after the prompt, and its KV as a decode worker on the first GPU pulls it."""
+    wanted = settings(num_ranks, interleave, kv_format="fp8_ds_mla", device="cuda:0")
+    async with ranks.start(wanted) as engine:
+        assert {each.memory_kind for each in engine.regions} == {"VRAM"}
+        prompts = PromptsOnRanks(engine, num_ranks, "cuda:0")
+        blocks = prompts.blocks(NUM_TOKENS)
+        drawn = await prompts.compute(prompt().tolist(), blocks, chunk_ends(0, NUM_TOKENS, CHUNK))
+        rows, keys = await prompts.pull(blocks, NUM_TOKENS)
+        return drawn.token_id, rows, keys.cpu()
 
 
 def run_rank(rank: int, num_ranks: int, interleave: int, folder: str) -> None:
@@ -118,3 +141,46 @@ def test_two_gpus_draw_the_cpus_tokens(
     assert torch.equal(first, second)
     assert_same_tokens(first, expected)
     assert_same_tokens(first, on_gpu(0, 1, BLOCK_TOKENS))
+
+
+def test_a_rank_on_a_gpu_hands_out_what_the_engine_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a process of its own, out of its GPU memory; whole pages to the bit."""
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    engine, model, pool = gpu_engine(0, 1, BLOCK_TOKENS)
+    last = logits(engine, model, 1)[-1]
+
+    token_id, rows, keys = asyncio.run(served(1, BLOCK_TOKENS))
+
+    num_whole = NUM_TOKENS // BLOCK_TOKENS
+    assert token_id == int(last.argmax())
+    assert torch.equal(rows[:, :num_whole], pool.rows[:num_whole].transpose(0, 1).cpu())
+    assert torch.equal(keys[:, :num_whole], pool.index_pages[:num_whole].transpose(0, 1).cpu())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("interleave", [1, 64])
+def test_two_ranks_on_two_gpus_hand_out_nearly_the_same(
+    interleave: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums over ranks round differently, so bytes of a few values differ, and no token of this."""
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+
+    two, one = asyncio.run(served(2, interleave)), asyncio.run(served(1, BLOCK_TOKENS))
+
+    assert two[0] == one[0]
+    num_whole = NUM_TOKENS // BLOCK_TOKENS
+    for ours, theirs in zip(two[1:], one[1:], strict=True):
+        assert (ours[:, :num_whole] == theirs[:, :num_whole]).float().mean() > 0.5
+
+
+def test_exact_rows_are_refused_on_a_gpu() -> None:
+    """Its kernels read fp8_ds_mla only."""
+
+    async def start() -> None:
+        async with ranks.start(settings(1, device="cuda:0")):
+            raise AssertionError("started with fp32 rows")
+
+    with pytest.raises(ConfigError, match="fp8_ds_mla"):
+        asyncio.run(start())

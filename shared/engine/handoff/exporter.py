@@ -14,7 +14,7 @@ from typing import Self
 import torch
 
 from shared import farspan_pb2 as pb
-from shared.engine.handoff.agent import NixlAgent
+from shared.engine.handoff.agent import NixlAgent, place_of
 
 _POLL_S = 0.001  # 3-6 % of a core; a read of 1 MiB takes 0.7 ms, so a longer wait would show
 
@@ -23,7 +23,8 @@ class KvExporter:
     """Serves reads of the pools while inside its `with`.
 
     The pools must stay allocated until the process ends: over TCP, a peer that reads unmapped
-    memory kills its owner.
+    memory kills its owner. They may lie on a GPU, the generations never: a CPU writes them
+    and a CPU checks them.
     """
 
     def __init__(
@@ -35,7 +36,8 @@ class KvExporter:
     ) -> None:
         assert len(mla_pool) == len(index_pool) == len(generations) - 1
         assert mla_pool.dtype == index_pool.dtype == torch.uint8
-        assert generations.dtype == torch.int64
+        assert generations.dtype == torch.int64 and generations.device.type == "cpu"
+        assert mla_pool.device == index_pool.device
         self._pools = (mla_pool, index_pool, generations)
         self._agent = NixlAgent(owner)
         for pool in self._pools:
@@ -59,6 +61,7 @@ class KvExporter:
     def regions(self) -> pb.RankRegions:
         """What decode needs to read the pools."""
         mla_pool, index_pool, generations = self._pools
+        place = place_of(mla_pool)
         return pb.RankRegions(
             agent_name=self._agent.name,
             agent_metadata=self._agent.metadata(),
@@ -66,12 +69,15 @@ class KvExporter:
             index_base=index_pool.data_ptr(),
             generation_base=generations.data_ptr(),
             num_blocks=len(mla_pool),
-            memory_kind="DRAM",
-            device_idx=0,
+            memory_kind=place.kind,
+            device_idx=place.device_idx,
         )
 
     def _serve(self) -> None:
+        device = self._pools[0].device
         try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # for reads that UCX copies on our side
             while not self._stopping.wait(_POLL_S):
                 self._agent.progress()
         finally:

@@ -5,7 +5,7 @@ Decode's service holds it and never touches the tensors inside.
 
 from collections.abc import Sequence
 
-from shared.engine.handoff.importer import Destination
+from shared.engine.handoff.placing import Destination
 from shared.engine.kv.layout import BLOCK_TOKENS
 from shared.engine.kv.tier_pools import TierPools
 

@@ -1,5 +1,7 @@
 """Reads blocks and generation words of prefill ranks into staging slots, each within a deadline.
 
+Blocks land in the memory that the slots are, words always on the host.
+
 Knows NIXL agents, descriptors and lanes; knows nothing of tokens or of what the words should say.
 """
 
@@ -7,17 +9,28 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from shared import farspan_pb2 as pb
-from shared.engine.handoff.agent import NixlAgent, Read
-from shared.engine.handoff.peers import WORD_BYTES, RankPeer, RankPeers
-from shared.engine.handoff.staging import Lane, allocate_slots
+import torch
+
+from shared.engine.handoff.agent import HOST, MemoryPlace, NixlAgent, Read, place_of
+from shared.engine.handoff.peers import WORD_BYTES, RankPeer
+from shared.engine.handoff.staging import Lane, Slots
 from shared.engine.kv.layout import IntArray
 from shared.errors import WorkerLost
 
 _POLL_S = 0.0002  # 1 MiB over TCP takes 1.7 ms
 
-Post = tuple[RankPeer, IntArray, IntArray]  # from whom, own descriptors, the peer's descriptors
+
+@dataclass(frozen=True)
+class _Post:
+    """A read to be posted: descriptors of two lists, pairwise."""
+
+    peer: RankPeer
+    own: Any
+    own_ids: IntArray
+    theirs: Any
+    their_ids: IntArray
 
 
 @dataclass(frozen=True)
@@ -44,19 +57,14 @@ class ReadCounts:
 
 
 class BlockReader:
-    """One decode worker's agent, staging memory and peers; safe to use from several threads."""
+    """Reads into one memory's slots; safe to use from several threads."""
 
-    def __init__(self, owner: str, layout: pb.KvLayout, num_slots: int) -> None:
-        self.slots = allocate_slots(layout, num_slots)
-        self._agent = NixlAgent(owner)
-        for tensor in self.slots.tensors:
-            self._agent.register(tensor)
-        self._own = self._agent.own_ranges(
-            [(tensor.data_ptr(), tensor[0].nbytes, len(tensor)) for tensor in self.slots.tensors]
-        )
-        mla_bytes, index_bytes = self.slots.mla[0].nbytes, self.slots.index[0].nbytes
-        self._block_bytes = mla_bytes + index_bytes
-        self.peers = RankPeers(self._agent, mla_bytes, index_bytes)
+    def __init__(self, agent: NixlAgent, slots: Slots) -> None:
+        self.slots = slots
+        self._agent = agent
+        self._extents = self._registered(slots.extents, place_of(slots.mla))
+        self._words = self._registered(slots.words, HOST)
+        self._block_bytes = slots.mla[0].nbytes + slots.index[0].nbytes
         self._counts_lock = threading.Lock()
         self._counts = ReadCounts()
 
@@ -70,7 +78,13 @@ class BlockReader:
         """Fill the shares' slots with their blocks' rows and index pages. Raises WorkerLost."""
         num_blocks = sum(len(share.slots) for share in shares)
         posts = (
-            (share.peer, self.slots.extent_ids(share.slots), share.peer.extent_ids(share.block_ids))
+            _Post(
+                share.peer,
+                self._extents,
+                self.slots.extent_ids(share.slots),
+                share.peer.extents,
+                share.peer.extent_ids(share.block_ids),
+            )
             for share in shares
         )
         self._read(lane, posts, deadline)
@@ -80,9 +94,11 @@ class BlockReader:
         """Fill the shares' epoch and generation slots. Raises WorkerLost."""
         num_words = sum(1 + len(share.slots) for share in shares)
         posts = (
-            (
+            _Post(
                 share.peer,
+                self._words,
                 self.slots.word_ids(share.epoch_slot, share.slots),
+                share.peer.words,
                 share.peer.word_ids(share.block_ids),
             )
             for share in shares
@@ -90,14 +106,20 @@ class BlockReader:
         self._read(lane, posts, deadline)
         return self._count(num_words * WORD_BYTES, num_words)
 
-    def _read(self, lane: Lane, posts: Iterable[Post], deadline: float) -> None:
+    def _registered(self, memories: Sequence[torch.Tensor], place: MemoryPlace) -> Any:
+        for memory in memories:
+            self._agent.register(memory)
+        ranges = [(memory.data_ptr(), memory[0].nbytes, len(memory)) for memory in memories]
+        return self._agent.own_ranges(ranges, place)
+
+    def _read(self, lane: Lane, posts: Iterable[_Post], deadline: float) -> None:
         posted: list[tuple[RankPeer, Read]] = []
-        for peer, own_ids, peer_ids in posts:
-            if peer.loss is not None:  # another pull has just seen it die
-                raise WorkerLost(peer.loss)
-            read = self._agent.read(self._own, own_ids, peer.descriptors, peer_ids)
+        for post in posts:
+            if post.peer.loss is not None:  # another pull has just seen it die
+                raise WorkerLost(post.peer.loss)
+            read = self._agent.read(post.own, post.own_ids, post.theirs, post.their_ids)
             lane.reads.append(read)
-            posted.append((peer, read))
+            posted.append((post.peer, read))
         while lane.has_unfinished_reads():
             if time.monotonic() > deadline:
                 raise WorkerLost(f"{_names(posted)} did not serve a read in time")

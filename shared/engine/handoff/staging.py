@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from shared import farspan_pb2 as pb
 from shared.engine.kv.layout import BLOCK_TOKENS, IntArray
 from shared.errors import ConfigError, Overloaded
 
+_CPU = torch.device("cpu")
 _QUARANTINE_POLL_S = 0.005
 
 
@@ -34,15 +36,20 @@ class PostedRead(Protocol):
 class Slots:
     """The staging memory; a slot holds one block of one rank. Allocated once, never moved."""
 
-    mla: torch.Tensor  # [num_slots, num_mla_layers, 64 * row_bytes] uint8
-    index: torch.Tensor  # [num_slots, num_index_layers, index_page_bytes] uint8
+    mla: torch.Tensor  # [num_slots, num_mla_layers, 64 * row_bytes] uint8, on any device
+    index: torch.Tensor  # [num_slots, num_index_layers, index_page_bytes] uint8, on the same
     generations: torch.Tensor  # [num_slots] int64, of the block in each slot
     epochs: torch.Tensor  # [num_slots] int64; a pull keeps rank r's in slot r of its lane
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All of it; a descriptor list over these counts each tensor's slots in turn."""
-        return self.mla, self.index, self.generations, self.epochs
+    def extents(self) -> tuple[torch.Tensor, ...]:
+        """What blocks land in; a descriptor list over these counts each tensor's slots in turn."""
+        return self.mla, self.index
+
+    @property
+    def words(self) -> tuple[torch.Tensor, ...]:
+        """What words land in, always on the host; its descriptors are counted likewise."""
+        return self.generations, self.epochs
 
     def extent_ids(self, slots: IntArray) -> IntArray:
         """Descriptors of the slots' latent extents, then of their index extents."""
@@ -50,17 +57,27 @@ class Slots:
 
     def word_ids(self, epoch_slot: int, slots: IntArray) -> IntArray:
         """Descriptors of one epoch word, then of the slots' generations."""
-        num_slots = len(self.mla)
-        return np.concatenate(([3 * num_slots + epoch_slot], 2 * num_slots + slots))
+        return np.concatenate(([len(self.generations) + epoch_slot], slots))
 
 
-def allocate_slots(layout: pb.KvLayout, num_slots: int) -> Slots:
-    """Memory for num_slots blocks of the layout's pages."""
+def allocate_slots(
+    layout: pb.KvLayout,
+    num_slots: int,
+    device: torch.device = _CPU,
+    *,
+    pin_memory: bool = False,  # host memory that a GPU reads
+) -> Slots:
+    """Memory for num_slots blocks of the layout's pages. ConfigError when there is not enough."""
     mla_shape = (num_slots, layout.num_mla_layers, BLOCK_TOKENS * layout.row_bytes)
     index_shape = (num_slots, layout.num_index_layers, layout.index_page_bytes)
+    zeros = partial(torch.zeros, dtype=torch.uint8, device=device, pin_memory=pin_memory)
+    try:
+        mla, index = zeros(mla_shape), zeros(index_shape)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"no room for {num_slots} blocks of staging: {error}") from error
     return Slots(
-        mla=torch.zeros(mla_shape, dtype=torch.uint8),
-        index=torch.zeros(index_shape, dtype=torch.uint8),
+        mla=mla,
+        index=index,
         generations=torch.zeros(num_slots, dtype=torch.int64),
         epochs=torch.zeros(num_slots, dtype=torch.int64),
     )

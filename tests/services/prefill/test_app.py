@@ -17,7 +17,8 @@ from services.prefill import app
 from shared import bus, subjects, telemetry
 from shared import farspan_pb2 as pb
 from shared.block_hash import token_ids
-from shared.engine.handoff.importer import Destination, KvImporter, PullRequest
+from shared.engine.handoff.importer import KvImporter, PullRequest
+from shared.engine.handoff.placing import Destination
 from shared.engine.step import Sampling
 from tests import demo
 from tests.services.prefill.stage import (

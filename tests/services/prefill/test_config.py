@@ -30,11 +30,21 @@ def test_ranks_share_the_cores() -> None:
     assert config.rank_settings(7).num_threads == 1
 
 
+def test_ranks_are_told_their_first_device() -> None:
+    """The CPU, unless a GPU is named."""
+    on_gpus = load(PrefillConfig, {**LEAST, "PREFILL_DEVICE": "cuda:2"}, "PREFILL_")
+
+    assert load(PrefillConfig, LEAST, "PREFILL_").rank_settings(7).device == "cpu"
+    assert on_gpus.rank_settings(7).device == "cuda:2"
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("WORKER_ID", "a.b"),
         ("RANKS", "0"),
+        ("DEVICE", "gpu"),
+        ("DEVICE", "cuda"),
         ("INTERLEAVE", "48"),
         ("LEASE_S", "0"),
         ("NUM_BLOCKS", "-1"),

@@ -102,6 +102,15 @@ async def test_a_wrong_checkpoint_is_a_wrong_setting(tmp_path: Path) -> None:
     assert not multiprocessing.active_children()
 
 
+async def test_a_gpu_that_is_not_there_is_a_wrong_setting() -> None:
+    """Named as the rank would have it: the second one's device follows the first one's."""
+    with pytest.raises(ConfigError, match="cuda:9"):
+        async with ranks.start(settings(2, device="cuda:98")):
+            raise AssertionError("started without a GPU")
+
+    assert not multiprocessing.active_children()
+
+
 _COORDINATOR = """
 import asyncio, multiprocessing, sys
 from pathlib import Path

@@ -1,5 +1,6 @@
 """Meaning of the kernels that write, read and reorder KV rows."""
 
+import numpy as np
 import torch
 
 from shared.engine.kv.format import PageGeometry, e4m3_values, quantise_tiles
@@ -79,6 +80,24 @@ def to_shards(
     out[rank, row // BLOCK_TOKENS, row % BLOCK_TOKENS] = tokens[
         token // BLOCK_TOKENS, token % BLOCK_TOKENS
     ]
+
+
+def place_pages(
+    shards: torch.Tensor,  # [R, blocks, layers, 64, row_bytes] uint8
+    sharding: Sharding,
+    first_page: int,
+    num_tokens: int,
+    page_ids: torch.Tensor,  # [ceil(num_tokens / 64)] int64
+    pages: torch.Tensor,  # [layers, num_pages, 64, row_bytes] uint8, changed in place
+) -> None:
+    """Row t % 64 of page page_ids[t // 64] is, in all layers, the row in which the owner of token
+    64 * first_page + t keeps it.
+    """
+    for token in range(num_tokens):
+        position = np.array(first_page * BLOCK_TOKENS + token)
+        rank, row = int(sharding.owner(position)), int(sharding.local_row(position))
+        kept = shards[rank, row // BLOCK_TOKENS, :, row % BLOCK_TOKENS]  # [layers, row_bytes]
+        pages[:, page_ids[token // BLOCK_TOKENS], token % BLOCK_TOKENS] = kept
 
 
 def _places(sharding: Sharding, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

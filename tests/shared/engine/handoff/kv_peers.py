@@ -23,7 +23,8 @@ import torch
 
 from shared import farspan_pb2 as pb
 from shared.engine.handoff.exporter import KvExporter
-from shared.engine.handoff.importer import Destination, KvImporter, PullRequest
+from shared.engine.handoff.importer import KvImporter, PullRequest
+from shared.engine.handoff.placing import Destination
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNET = 0x40000000
@@ -98,7 +99,7 @@ class Held:
             at = 64 * width + row * self.scale_bytes
             page[:, at : at + self.scale_bytes] = key[:, width:]
 
-    def pools(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def pools(self, rank: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What the rank registers: latent pool, index pool, generation table."""
         mla_shape = (self.num_blocks, self.num_mla_layers, 64, self.row_bytes)
         index_shape = (self.num_blocks, self.num_index_layers, self.layout.index_page_bytes)
@@ -116,7 +117,7 @@ class Held:
         table[0] = self.epoch
         for ref in blocks:
             table[1 + ref.block_id] = ref.generation
-        return mla, index, table
+        return mla.to(device), index.to(device), table
 
 
 @dataclass
@@ -124,12 +125,17 @@ class Pages:
     """A destination that keeps the pages in reverse, and what should be in it after a pull."""
 
     held: Held
+    device: str = "cpu"  # decode's
     num_pages: int = field(init=False)
     destination: Destination = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_pages = -(-self.held.num_tokens // 64) + 2
-        self.destination = self._filled_with_254()
+        filled = self._filled_with_254()
+        if self.device != "cpu":
+            rows, pages = filled.host_rows.pin_memory(), filled.index_pages.to(self.device)
+            filled = replace(filled, host_rows=rows, index_pages=pages)
+        self.destination = filled
 
     def _filled_with_254(self) -> Destination:
         held = self.held
@@ -164,7 +170,7 @@ class Pages:
             expected.host_rows[:, page, token % 64] = rows[:, token]
             self.held.write_key(expected.index_pages[:, page], token % 64, keys[:, token])
         return torch.equal(expected.host_rows, self.destination.host_rows) and torch.equal(
-            expected.index_pages, self.destination.index_pages
+            expected.index_pages, self.destination.index_pages.cpu()
         )
 
 
@@ -190,9 +196,9 @@ class Peer:
         assert self._calls.poll(_CALL_S), f"the peer did not begin {name}"
         assert self._calls.recv() == "begun"
 
-    def export(self, held: Held, rank: int) -> pb.RankRegions:
+    def export(self, held: Held, rank: int, device: str = "cpu") -> pb.RankRegions:
         """Regions of fresh pools; the peer's earlier pools are served no more."""
-        return pb.RankRegions.FromString(self.ask("export", held, rank))
+        return pb.RankRegions.FromString(self.ask("export", held, rank, device))
 
     def signal(self, number: signal.Signals) -> None:
         """Send the process a signal; after SIGKILL it is waited for."""
@@ -219,9 +225,9 @@ class _Commands:
         self._table = torch.zeros(1, dtype=torch.int64)
         self._mla = torch.zeros(1)
 
-    def export(self, held: Held, rank: int) -> bytes:
+    def export(self, held: Held, rank: int, device: str) -> bytes:
         self._stack.close()
-        self._mla, index, self._table = pools = held.pools(rank)
+        self._mla, index, self._table = pools = held.pools(rank, device)
         exporter = KvExporter(f"prefill-{rank}", self._mla, index, self._table)
         self._stack.enter_context(exporter)
         self._kept += [pools, exporter]
@@ -230,11 +236,11 @@ class _Commands:
     def set_word(self, word: int, value: int) -> None:
         self._table[word] = value
 
-    def churn(self, block: int) -> None:
+    def churn(self, block: int, longest_s: float = 0.03) -> None:
         """From now on give the block to another request again and again, its bytes being the
-        generation's. Returns when the first has been written.
+        generation's, each for longest_s at most. Returns when the first has been written.
         """
-        churn = _Churn(self._table, self._mla, block)
+        churn = _Churn(self._table, self._mla, block, longest_s)
         self._stack.callback(churn.stopping.set)
         self._churn = churn
         threading.Thread(target=churn.run, daemon=True).start()
@@ -266,7 +272,10 @@ class _Commands:
 class _Churn:
     """An owner that reuses a block: it raises the generation, writes, and only then offers."""
 
-    def __init__(self, table: torch.Tensor, mla: torch.Tensor, block: int) -> None:
+    def __init__(
+        self, table: torch.Tensor, mla: torch.Tensor, block: int, longest_s: float
+    ) -> None:
+        self._longest_s = longest_s
         self._word = table[1 + block :]
         self._page = mla[block]
         self.stopping = threading.Event()
@@ -279,9 +288,11 @@ class _Churn:
             generation = int(self._word[0]) + 1
             self._word[0] = generation
             self._page.fill_(generation % 251)
+            if self._page.is_cuda:
+                torch.cuda.synchronize(self._page.device)
             self.written = generation
             self.has_written.set()
-            time.sleep(hold_s.uniform(0, 0.03))
+            time.sleep(hold_s.uniform(0, self._longest_s))
 
 
 def _serve(calls: Connection, ucx: dict[str, str], network: str | None) -> None:

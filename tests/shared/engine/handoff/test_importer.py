@@ -269,13 +269,24 @@ def test_an_offer_of_memory_nobody_registered_is_refused(
 
 
 @pytest.mark.usefixtures("use_ucx")
-def test_pools_in_device_memory_are_refused_by_name(ranks: list[Peer]) -> None:
-    """Decode reads host memory; taking device addresses for host ones would kill the owner."""
+def test_pools_in_memory_of_another_kind_are_refused_by_name(ranks: list[Peer]) -> None:
+    """Nothing but host and GPU memory holds KV."""
+    held = Held(1, 64)
+    regions = exported(ranks, held)
+    regions[0].memory_kind = "FILE"
+
+    with pytest.raises(ConfigError, match="FILE"):
+        importer_for(held).pull(Pages(held).request(regions))
+
+
+@pytest.mark.usefixtures("use_ucx")
+def test_host_memory_offered_as_a_gpus_is_refused(ranks: list[Peer]) -> None:
+    """Addresses of one kind taken for the other's would be read by the wrong means."""
     held = Held(1, 64)
     regions = exported(ranks, held)
     regions[0].memory_kind = "VRAM"
 
-    with pytest.raises(ConfigError, match="VRAM"):
+    with pytest.raises(WorkerLost, match="did not register"):
         importer_for(held).pull(Pages(held).request(regions))
 
 
