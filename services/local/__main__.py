@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +42,8 @@ def _serve(given: argparse.Namespace) -> int:
         prefill_ranks=given.prefill_ranks,
         interleave=given.interleave,
         kv_format=given.kv_format,
+        prefill_device=given.prefill_device,
+        decode_device=given.decode_device,
         trace_file=given.trace_file,
     )
     return run("farspan", lambda stopping: serve(options, stopping))
@@ -71,6 +74,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--prefill-ranks", type=_positive, default=DEFAULTS.prefill_ranks)
     command.add_argument("--interleave", type=int, choices=(1, 64), default=DEFAULTS.interleave)
     command.add_argument("--kv-format", choices=("fp32", "fp8_ds_mla"), default=DEFAULTS.kv_format)
+    for role, others in (("prefill", "more ranks and workers"), ("decode", "more workers")):
+        command.add_argument(
+            f"--{role}-device",
+            type=_device,
+            default="cpu",
+            metavar="DEVICE",
+            help=f"cpu, or cuda:N for the first; {others} take the devices after it",
+        )
     command.add_argument(
         "--trace-file", type=Path, help="default: traces.jsonl beside the logs", metavar="FILE"
     )
@@ -98,6 +109,12 @@ def _add_port(command: argparse.ArgumentParser) -> None:
         default=os.environ.get("GATEWAY_PORT", str(DEFAULTS.port)),
         help="the gateway's port on 127.0.0.1 (GATEWAY_PORT, else %(default)s)",
     )
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"cpu|cuda:[0-9]+", text):
+        raise argparse.ArgumentTypeError("must be cpu or cuda:N")
+    return text
 
 
 def _positive(text: str) -> int:

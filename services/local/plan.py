@@ -32,6 +32,8 @@ class Options:
     prefill_ranks: int = 1
     interleave: int = 64
     kv_format: str = "fp8_ds_mla"
+    prefill_device: str = "cpu"  # or cuda:N: of the first worker's first rank, others take the next
+    decode_device: str = "cpu"  # or cuda:N: of the first worker, others take the next
     trace_file: Path | None = None  # default: traces.jsonl in the run folder
     run_folder: Path | None = None  # default: .run/<port> in the project
     settings: Mapping[str, str] = field(default_factory=dict)  # more variables, for every process
@@ -69,9 +71,9 @@ def plan(options: Options, folder: Path, ports: Iterator[int]) -> list[Spec]:
             has_probe=True,
         )
 
-    def workers(role: str, count: int, settings: Settings) -> list[Spec]:
-        names = [f"{role}-{i}" for i in range(count)]
-        return [service(name, role, {**settings, "WORKER_ID": name}) for name in names]
+    def worker(role: str, number: int, device: str, settings: Settings) -> Spec:
+        name = f"{role}-{number}"
+        return service(name, role, {**settings, "WORKER_ID": name, "DEVICE": device})
 
     checkpoint = options.checkpoint.resolve()
     model: Settings = {
@@ -92,10 +94,27 @@ def plan(options: Options, folder: Path, ports: Iterator[int]) -> list[Spec]:
         Spec("redis", tuple(redis_command(redis_port, folder)), {}, redis_port, has_probe=False),
         service("kv_index", "kv_index", index),
         service("router", "router", {"KV_INDEX_ADDRESS": grpc_address, "REDIS_URL": redis_url}),
-        *workers("prefill", options.prefill_workers, {**decode, **ranks}),
-        *workers("decode", options.decode_workers, decode),
+        *(
+            worker(
+                "prefill",
+                number,
+                later_device(options.prefill_device, number * options.prefill_ranks),
+                {**decode, **ranks},
+            )
+            for number in range(options.prefill_workers)
+        ),
+        *(
+            worker("decode", number, later_device(options.decode_device, number), decode)
+            for number in range(options.decode_workers)
+        ),
         service("gateway", "gateway", {"HOST": HOST, "PORT": options.port, **model}),
     ]
+
+
+def later_device(first: str, num_taken: int) -> str:
+    """The device behind num_taken others; all share the CPU."""
+    kind, _, number = first.partition(":")
+    return f"{kind}:{int(number) + num_taken}" if number else first
 
 
 def environment(spec: Spec) -> dict[str, str]:

@@ -49,6 +49,25 @@ def test_options_become_settings() -> None:
     assert specs["decode-1"].environ["DECODE_KV_FORMAT"] == "fp32"
 
 
+def test_each_rank_and_worker_gets_a_gpu_of_its_own() -> None:
+    """But for prefill and decode, which may share one."""
+    options = Options(
+        prefill_workers=2,
+        prefill_ranks=2,
+        prefill_device="cuda:0",
+        decode_workers=2,
+        decode_device="cuda:3",
+    )
+
+    specs = planned(options)
+
+    assert specs["prefill-0"].environ["PREFILL_DEVICE"] == "cuda:0"
+    assert specs["prefill-1"].environ["PREFILL_DEVICE"] == "cuda:2"
+    assert specs["decode-0"].environ["DECODE_DEVICE"] == "cuda:3"
+    assert specs["decode-1"].environ["DECODE_DEVICE"] == "cuda:4"
+    assert planned(Options(decode_workers=2))["decode-1"].environ["DECODE_DEVICE"] == "cpu"
+
+
 def test_services_meet_at_the_same_addresses() -> None:
     specs = planned(Options())
 
