@@ -5,7 +5,7 @@ PYTHON ?= python3
 BENCHMARKS := cpu_engine passkeys shared_promises
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat status setup setup-dev test test-gpu check fmt proto bench clean
+.PHONY: help serve serve-gpu chat status setup setup-dev test test-gpu check fmt proto bench clean
 
 help:  ## list the commands
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,11 +19,14 @@ chat: setup  ## talk to what `make serve` serves
 status: setup  ## show services, workers and pools
 	@exec $(BIN)/farspan status $(ARGS)
 
+serve-gpu:  ## serve on GPUs; PYTHON has a CUDA torch and what the extra `local` lists
+	@exec $(PYTHON) -m services.local serve --prefill-device cuda:0 --decode-device cuda:0 $(ARGS)
+
 test: setup-dev check  ## install what tests need, run every check and every test
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-gpu:  ## run the kernels' and the GPU engine's tests, compiled; PYTHON has a CUDA torch, pytest and protobuf
-	@PYTHONPATH=. $(PYTHON) -m pytest -c /dev/null --rootdir=. --noconftest --import-mode=importlib -p no:cacheprovider -W ignore tests/shared/engine/kernels tests/shared/engine/gpu tests/system/test_prefill_on_gpus.py $(ARGS)
+	@PYTHONPATH=. $(PYTHON) -m pytest -c /dev/null --rootdir=. --noconftest --import-mode=importlib -p no:cacheprovider -W ignore tests/shared/engine/kernels tests/shared/engine/gpu tests/shared/engine/handoff/test_gpu_placing.py tests/system/test_prefill_on_gpus.py $(ARGS)
 
 check: setup-dev  ## format, lint, types, import contracts
 	@$(BIN)/ruff format --check .
