@@ -95,14 +95,17 @@ def _on_gpu(
     shape: TierShape,
     device: torch.device,
 ) -> Iterator[DecodeEngine[Any]]:
-    if settings.kv_format != "fp8_ds_mla":
-        raise ConfigError(f"on a GPU the KV format is fp8_ds_mla, not {settings.kv_format}")
     from shared.engine.gpu.backend import GpuBackend  # these load Triton
     from shared.engine.gpu.decode_engine import GpuDecodeEngine
     from shared.engine.gpu.decode_step import DecodeStep
     from shared.engine.gpu.step_graphs import StepGraphs
+    from shared.engine.gpu.supported import require_supported
     from shared.engine.gpu.tier import GpuTier
+    from shared.engine.kernels.hot_tables import MAX_HOT_ROWS
 
+    require_supported(settings.kv_format, config.attention)
+    if settings.hot_rows > MAX_HOT_ROWS:
+        raise ConfigError(f"on a GPU a sequence has at most {MAX_HOT_ROWS} hot rows")
     tiles.use(1)  # other threads would compute outside the captured stream
 
     def made(host_memory: torch.Tensor) -> GpuDecodeEngine:

@@ -6,25 +6,24 @@ row is read by thousands of queries (design.md, kernels).
 
 import torch
 
+from shared.engine.gpu.supported import require_supported
 from shared.engine.kernels.dequantise_rows import dequantise_range
 from shared.engine.kernels.indexer_logits import indexer_logits
 from shared.engine.kernels.sparse_mla_prefill import sparse_mla_prefill
 from shared.engine.kernels.top_k import top_k
-from shared.engine.kv.format import Fp8Format, KvFormat, quantise_tiles
+from shared.engine.kv.format import KvFormat, quantise_tiles
 from shared.engine.kv.layout import BLOCK_TOKENS
 from shared.engine.model.config import AttentionConfig
-from shared.errors import ConfigError
 
 _TILE_SCORES = 1 << 28  # fp32 scores held at once while choosing: 1 GiB
 _STEP = 16  # scores of a row begin at, and are, multiples of this
 
 
 class GpuAttentionOps:
-    """See AttentionOps. ConfigError for a KV format that the kernels do not read."""
+    """See AttentionOps. ConfigError for a KV format or a model that the kernels do not read."""
 
     def __init__(self, kv_format: KvFormat, config: AttentionConfig) -> None:
-        if not isinstance(kv_format, Fp8Format):
-            raise ConfigError(f"on a GPU the KV format is fp8_ds_mla, not {kv_format.name}")
+        require_supported(kv_format.name, config)
         self._format = kv_format
         self._config = config
 

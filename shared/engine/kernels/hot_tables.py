@@ -11,7 +11,7 @@ import torch
 
 from shared.engine.kv.layout import BLOCK_TOKENS
 
-_MAX_HOT_ROWS = 2**15 - 1  # int16 order
+MAX_HOT_ROWS = 2**15 - 1  # int16 order
 _UNWANTED = 2**31 - 1
 
 
@@ -29,8 +29,8 @@ class HotTables:
     ) -> Self:
         """Empty tables; the leases have no pages yet."""
         hot_rows = hot_pages * BLOCK_TOKENS
-        if hot_rows > _MAX_HOT_ROWS:
-            raise ValueError(f"{hot_rows} hot rows, at most {_MAX_HOT_ROWS} fit the order")
+        if hot_rows > MAX_HOT_ROWS:
+            raise ValueError(f"{hot_rows} hot rows, at most {MAX_HOT_ROWS} fit the order")
         shape = (num_groups, num_leases, hot_rows)
         return cls(
             torch.zeros((num_leases, hot_pages), dtype=torch.int32, device=device),
