@@ -1,7 +1,7 @@
 """Host memory that GPU kernels read in place.
 
 Huge pages, touched by threads on all cores and then registered: 40 GiB take seconds, ten times less
-than with torch's own pinned allocation (measured on an H200 host). Without a GPU it is plain memory.
+than torch's own pinned memory (measured on an H200's host). Without a GPU it is plain memory.
 """
 
 import mmap

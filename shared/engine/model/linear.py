@@ -61,7 +61,9 @@ def _product(packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def _in_tiles(packed: torch.Tensor, rows: torch.Tensor, tile_rows: int) -> torch.Tensor:
     if len(rows) <= tile_rows:
         return _product(packed, rows)
-    return torch.cat([_product(packed, part) for part in rows.split(tile_rows)])
+    # Equal parts: a lone row must not be left over.
+    parts = rows.tensor_split(-(-len(rows) // tile_rows))
+    return torch.cat([_product(packed, part) for part in parts])
 
 
 @cache

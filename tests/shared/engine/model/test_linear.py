@@ -38,6 +38,12 @@ def test_a_rows_bits_do_not_depend_on_the_others(
     torch.testing.assert_close(product, rows @ linear.weight.T, rtol=1e-4, atol=1e-3)
 
 
+def test_no_row_is_left_alone_behind_many() -> None:
+    linear, rows = Linear(normal(0, 7, 2048)), normal(1, 513, 2048)
+
+    assert torch.equal(linear(rows[1:]), linear(rows)[1:])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_matrix_survives_packing(dtype: torch.dtype) -> None:
     weight = normal(3, 300, 70).to(dtype)
