@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.kernel_speed import (
+    fp8_products,
     indexing,
     kv_rows,
     rates,
@@ -25,6 +26,7 @@ _FAMILIES: Sequence[Callable[[Rates], Iterator[Row]]] = (
     indexing.measure,
     kv_rows.measure,
     residency.measure,
+    fp8_products.measure,
 )
 _COLUMNS = "{:<24} {:<34} {:<44} {:>10} {:>16} {:>9} {:>7}"
 

@@ -1,15 +1,17 @@
-"""One rank's weights on a CUDA device: bf16 matrices, experts stacked for grouped products.
+"""One rank's weights on a CUDA device, experts stacked for grouped products.
 
-Block-FP8 matrices are dequantised when they are read.
+Matrices stay block-FP8 where they are stored so; others are bf16.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
 
-from shared.engine.gpu.experts import GroupedExperts
-from shared.engine.model.layers import MlpWeights
+from shared.engine.gpu.experts import DenseMlps, GroupedExperts, GroupedMlps
+from shared.engine.gpu.fp8 import Fp8Dense, Fp8Mlps, fp8_matrix, joined
+from shared.engine.model.layers import MlpWeights, Product
 from shared.engine.model.weights import StoredWeight
 
 
@@ -20,8 +22,10 @@ class GpuBackend:
         self.device = device
         self.dtype = dtype
 
-    def linear(self, weight: StoredWeight) -> "Dense":
+    def linear(self, weight: StoredWeight) -> Product:
         """See Backend."""
+        if _are_fp8(weight):
+            return Fp8Dense(fp8_matrix(weight, self.device))
         return Dense(self._dense(weight))
 
     def router(self, weight: torch.Tensor) -> "Dense":
@@ -34,21 +38,34 @@ class GpuBackend:
 
     def mlp(self, gate: StoredWeight, up: StoredWeight, down: StoredWeight) -> MlpWeights:
         """See Backend."""
-        return MlpWeights(
-            Dense(torch.cat((self._dense(gate), self._dense(up)))), Dense(self._dense(down))
-        )
+        if _are_fp8(gate, up, down):
+            # Filled up, gate and up are wider than down, by values that come out as zeros.
+            gate_up = joined(fp8_matrix(gate, self.device), fp8_matrix(up, self.device))
+            return MlpWeights(Fp8Dense(gate_up), self.linear(down))
+        return MlpWeights(Dense(self._joined(gate, up)), Dense(self._dense(down)))
 
     def experts(
         self, weights: Mapping[int, tuple[StoredWeight, StoredWeight, StoredWeight]]
     ) -> GroupedExperts:
         """See Backend."""
-        ids = sorted(weights)
-        gate_up = [
-            torch.cat((self._dense(weights[expert][0]), self._dense(weights[expert][1])))
-            for expert in ids
-        ]
-        down = [self._dense(weights[expert][2]) for expert in ids]
-        return GroupedExperts(ids[0], torch.stack(gate_up), torch.stack(down))
+        parts = [weights[expert] for expert in sorted(weights)]
+        return GroupedExperts(min(weights), self._mlps(parts))
+
+    def _mlps(
+        self, parts: Sequence[tuple[StoredWeight, StoredWeight, StoredWeight]]
+    ) -> GroupedMlps:
+        if _are_fp8(*chain.from_iterable(parts)):
+            on_device = [[fp8_matrix(weight, self.device) for weight in part] for part in parts]
+            return Fp8Mlps(
+                [joined(gate, up) for gate, up, _ in on_device], [down for *_, down in on_device]
+            )
+        return DenseMlps(
+            torch.stack([self._joined(gate, up) for gate, up, _ in parts]),
+            torch.stack([self._dense(down) for *_, down in parts]),
+        )
+
+    def _joined(self, gate: StoredWeight, up: StoredWeight) -> torch.Tensor:
+        return torch.cat((self._dense(gate), self._dense(up)))
 
     def _dense(self, weight: StoredWeight) -> torch.Tensor:
         # To the device first: an expert is dequantised there in a hundredth of the time.
@@ -57,6 +74,10 @@ class GpuBackend:
             weight.values.to(self.device), None if scale is None else scale.to(self.device)
         )
         return moved.dense().to(self.dtype)
+
+
+def _are_fp8(*weights: StoredWeight) -> bool:
+    return all(weight.scale_inv is not None for weight in weights)
 
 
 class Dense:

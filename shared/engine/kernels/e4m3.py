@@ -39,3 +39,17 @@ def encode(values):  # [...] fp32
     code = tl.where(magnitude < 0.015625, steps, rounded - (120 << 3))
     sign = (values.to(tl.int32, bitcast=True) >> 24) & 0x80
     return (code | sign).to(tl.uint8)
+
+
+@triton.jit
+def rounded(values):  # [...] fp32, within +-448
+    """What the codes of `encode` stand for, as fp32.
+
+    Not decoded from them: where codes are stored and decoded in one kernel, ptxas 12.8 decodes
+    some registers before it has written them.
+    """
+    bits = values.to(tl.int32, bitcast=True)
+    normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    # Below 2**-6 codes are steps of 2**-9, which is the spacing of fp32 around 24,576.
+    small = (values + 24576.0) - 24576.0
+    return tl.where(tl.abs(values) < 0.015625, small, normal.to(tl.float32, bitcast=True))

@@ -1,5 +1,6 @@
 """The GPU's products are those of the CPU, up to the type's rounding."""
 
+import pytest
 import torch
 
 from shared.engine.comm import RankGroup
@@ -7,6 +8,7 @@ from shared.engine.gpu.backend import GpuBackend
 from shared.engine.kv.layout import BLOCK_TOKENS
 from shared.engine.model.backend import CpuBackend
 from shared.engine.model.config import load_config
+from shared.engine.model.layers import mlp
 from shared.engine.model.loading import load_weights
 from shared.engine.model.weights import StoredWeight
 from tests import demo
@@ -18,14 +20,34 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_quantised_matrix_is_value_times_scale() -> None:
-    """Also where its last blocks are short."""
+@pytest.mark.parametrize("is_quantised", [True, False])
+def test_a_matrix_multiplies_as_it_is_stored(is_quantised: bool) -> None:
+    """Quantised or not."""
     weight = StoredWeight(normal(192, 160, seed=1).to(torch.float8_e4m3fn), torch.rand(2, 2) + 0.5)
-    rows = normal(5, 160, seed=2)
+    rows = normal(5, 160, seed=2).bfloat16()
+    chosen = weight if is_quantised else StoredWeight(weight.dense())
 
-    product = GpuBackend(DEVICE, torch.float32).linear(weight)(rows.to(DEVICE)).cpu()
+    product = GpuBackend(DEVICE).linear(chosen)(rows.to(DEVICE)).float().cpu()
 
-    torch.testing.assert_close(product, rows @ weight.dense().T, rtol=1e-4, atol=1e-3)
+    expected = rows.float() @ weight.dense().T
+    assert float((product - expected).norm() / expected.norm()) < 0.005
+
+
+@pytest.mark.parametrize("is_quantised", [True, False])
+def test_a_gated_mlp_has_any_inner_width(is_quantised: bool) -> None:
+    """Gate and up are one matrix, whose halves may end within a block."""
+    gate, up, down = (
+        StoredWeight(normal(*shape, seed=1).to(torch.float8_e4m3fn), torch.rand(blocks))
+        for shape, blocks in (((200, 64), (2, 1)), ((200, 64), (2, 1)), ((64, 200), (1, 2)))
+    )
+    if not is_quantised:
+        gate, up, down = (StoredWeight(weight.dense()) for weight in (gate, up, down))
+    hidden = normal(5, 64, seed=2).bfloat16()
+
+    made = mlp(GpuBackend(DEVICE).mlp(gate, up, down), hidden.to(DEVICE)).float().cpu()
+
+    expected = mlp(CpuBackend().mlp(gate, up, down), hidden.float())
+    assert float((made - expected).norm() / expected.norm()) < 0.02
 
 
 def test_heads_multiply_each_by_its_own_matrix() -> None:
