@@ -103,7 +103,7 @@ class Transformer:
         hidden = self.weights.embedding[token_ids]
         angles = self._rope.angles(rows.positions)
         for layer, weights in enumerate(self.weights.layers):
-            hidden = self._layer(layer, weights, hidden, angles, rows, kv)
+            hidden = self.layer(layer, weights, hidden, angles, rows, kv)
         return rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
 
     def write_mtp(
@@ -137,7 +137,7 @@ class Transformer:
         """The whole MTP layer: a draft's hidden states. Collective over the group."""
         hidden = self._mtp_input(token_ids, previous_hidden)
         weights, angles = self.weights.mtp, self._rope.angles(rows.positions)
-        hidden = self._layer(self.config.num_layers, weights.layer, hidden, angles, rows, kv)
+        hidden = self.layer(self.config.num_layers, weights.layer, hidden, angles, rows, kv)
         return rms_norm(hidden, weights.final_norm, self.config.rms_norm_eps)
 
     def _mtp_input(self, token_ids: torch.Tensor, previous_hidden: torch.Tensor) -> torch.Tensor:
@@ -153,15 +153,16 @@ class Transformer:
         """Scores of the next token."""
         return self.weights.head(hidden).float()
 
-    def _layer(
+    def layer(
         self,
         layer: int,
         weights: LayerWeights,
-        hidden: torch.Tensor,
-        angles: torch.Tensor,
+        hidden: torch.Tensor,  # [n, hidden]
+        angles: torch.Tensor,  # [n, rope_dim / 2] complex64, of the rows' positions
         rows: StepRows,
         kv: KvStep,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # [n, hidden]
+        """One decoder layer. Collective over the group."""
         config, eps = self.config.attention, self.config.rms_norm_eps
 
         def enter(hidden: torch.Tensor, angles: torch.Tensor) -> tuple[NewKv, Queries]:
