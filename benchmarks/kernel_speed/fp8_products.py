@@ -26,7 +26,7 @@ _NUM_CALLS = 100
 def measure(rates: Rates) -> Iterator[Row]:
     """Experts of one of 16 ranks, and matrices that every rank has, for decode and for prefill."""
     for figure, bar, tokens in (
-        ("experts_decode", 0.7, _DECODE_TOKENS),
+        ("experts_decode", 0.6, _DECODE_TOKENS),
         ("experts_prefill", 0.5, _PREFILL_TOKENS),
     ):
         rows = [

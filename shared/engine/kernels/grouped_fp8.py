@@ -148,11 +148,11 @@ def _multiply_in_small_tiles(
 
 
 def _tile(num_rows: int, groups: int) -> _Tile:
-    """The small one reads a matrix again for every sixteen rows, so it is for fewer.
+    """The small one reads a matrix again for every sixteen rows, so it is for fewer of one matrix.
 
-    Of several groups hardly any has its share of the rows: most rows are other ranks'.
+    Over several it gains with the one product of an expert what it loses with the other.
     """
-    if num_rows <= (16 if groups == 1 else 32 * groups):
+    if groups == 1 and num_rows <= 16:
         return _Tile(rows=16, stages=4, programs=3)
     return _Tile(rows=64, stages=3, programs=2)
 
