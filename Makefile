@@ -25,8 +25,8 @@ serve-gpu:  ## serve on GPUs; PYTHON has a CUDA torch and what the extra `local`
 test: setup-dev check  ## install what tests need, run every check and every test
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-gpu:  ## run the kernels' and the GPU engine's tests, compiled; PYTHON has a CUDA torch, pytest and protobuf
-	@PYTHONPATH=. $(PYTHON) -m pytest -c /dev/null --rootdir=. --noconftest --import-mode=importlib -p no:cacheprovider -W ignore tests/shared/engine/kernels tests/shared/engine/gpu tests/shared/engine/handoff/test_gpu_placing.py tests/system/test_prefill_on_gpus.py $(ARGS)
+test-gpu:  ## run what needs one or two GPUs; PYTHON as for serve-gpu, with pytest and hypothesis
+	@PYTHONPATH=. $(PYTHON) -m pytest -c /dev/null --rootdir=. --noconftest --import-mode=importlib -p no:cacheprovider -W ignore tests/shared/engine/kernels tests/shared/engine/gpu tests/shared/engine/handoff/test_gpu_placing.py tests/system/test_prefill_on_gpus.py tests/system/test_glm_slice.py tests/system/test_services_on_gpus.py $(ARGS)
 
 check: setup-dev  ## format, lint, types, import contracts
 	@$(BIN)/ruff format --check .
