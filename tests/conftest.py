@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from services.local.servers import NATS_CONF, free_port, nats_command, redis_command
+from tests import triton_interpreter  # noqa: F401  # before any test loads triton
 
 _START_S = 10.0
 

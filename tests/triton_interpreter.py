@@ -1,6 +1,6 @@
 """Without a GPU, Triton kernels run in its interpreter; the choice is made when triton loads.
 
-Here and not beside the kernels: whatever is collected before them may load triton too.
+The conftest imports this before any test is collected, since many of them load triton.
 """
 
 import os
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 if not torch.cuda.is_available():
-    assert "triton" not in sys.modules, "triton was loaded before the tests of the engine"
+    assert "triton" not in sys.modules, "triton was loaded before the choice"
     os.environ["TRITON_INTERPRET"] = "1"
 
     from triton.runtime import interpreter
