@@ -32,9 +32,14 @@ async def finish(running: Collection[asyncio.Task[None]], grace_s: float) -> Non
 
 @asynccontextmanager
 async def entered_aside(manager: AbstractContextManager[_Value]) -> AsyncIterator[_Value]:
-    """Enter and leave it on other threads, since both take long; it is not told of errors."""
-    value = await asyncio.to_thread(manager.__enter__)
+    """Enter and leave it on other threads, since both take long; it is not told of errors.
+
+    Cancelled while it enters, it waits for that, and leaves again.
+    """
+    entering = asyncio.ensure_future(asyncio.to_thread(manager.__enter__))
     try:
-        yield value
+        yield await asyncio.shield(entering)
     finally:
-        await asyncio.to_thread(manager.__exit__, None, None, None)
+        await asyncio.wait((entering,))
+        if entering.exception() is None:
+            await asyncio.to_thread(manager.__exit__, None, None, None)

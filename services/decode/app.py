@@ -23,10 +23,13 @@ from services.decode.worker import Result, StepThread
 from shared import bus, lifecycle, subjects, tasks
 from shared import farspan_pb2 as pb
 from shared.bus import Bus
+from shared.errors import WorkerLost
 
 logger = logging.getLogger(__name__)
 
 _BEAT_S = 0.5
+_LOOK_S = 5.0
+_LONGEST_STEP_S = 60.0  # steps take fractions of a second
 
 
 class DecodeService:
@@ -64,8 +67,20 @@ class DecodeService:
         self.rank.prefills.observe(heartbeat)
 
     async def watch_steps(self) -> None:
-        """Raise what has stopped the step thread: nothing can be served without it."""
-        await asyncio.shield(asyncio.wrap_future(self.rank.steps.ended))
+        """Raise what has stopped the step thread: nothing can be served without it.
+
+        WorkerLost for a step that does not end. It is looked at twice, since a process that stood
+        still finds its step as old as the pause.
+        """
+        ended, was_long = asyncio.wrap_future(self.rank.steps.ended), False
+        while True:
+            done, _ = await asyncio.wait((ended,), timeout=_LOOK_S)
+            if done:
+                return ended.result()
+            is_long = self.rank.steps.step_s > _LONGEST_STEP_S
+            if is_long and was_long:
+                raise WorkerLost(f"a step has not ended for {_LONGEST_STEP_S:.0f} s")
+            was_long = is_long
 
     async def drain(self, timeout_s: float) -> None:
         """Leave the fleet: finish what is here, or end it so that gateways retry it."""
@@ -168,7 +183,13 @@ def _assemble(
         pull_threads=pull_threads,
         pull_timeout_s=config.pull_timeout_s,
     )
-    terms = Terms(worker, parts.layout, model.vocab_size, model.max_position)
+    terms = Terms(
+        worker,
+        parts.layout,
+        model.vocab_size,
+        model.max_position,
+        parts.importer.reads_gpu_memory,
+    )
     intake = Intake(rank, terms, config.max_waiting, model.hidden_size)
     report = Report(config, parts, worker, capacity, scheduler)
     return DecodeService(rank, intake, report, capacity)

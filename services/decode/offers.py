@@ -4,6 +4,7 @@ Pure. Everything that arrives with an offer is checked here and trusted afterwar
 is room now is the scheduler's question.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.decode.answer import longest_answer
@@ -21,6 +22,7 @@ class Terms:
     layout: pb.KvLayout
     vocab_size: int
     max_position: int
+    reads_gpu_memory: bool
 
 
 def check(offer: pb.HandoffOffer, terms: Terms, now_unix_ms: float) -> None:
@@ -34,6 +36,9 @@ def check(offer: pb.HandoffOffer, terms: Terms, now_unix_ms: float) -> None:
     _check_layout(offer.layout, terms.layout)
     num_tokens = _check_tokens(offer, terms.vocab_size)
     _check_blocks(offer, num_tokens)
+    _check_ranks(offer.ranks, terms)
+    if any(token_id >= terms.vocab_size for token_id in offer.sampling.stop_token_ids):
+        raise BadRequest(f"stop tokens are of the vocabulary of {terms.vocab_size}")
     if not offer.sampling.max_new_tokens:
         raise BadRequest("an offer needs room for an answer")
     if longest_answer(offer.sampling, num_tokens, terms.max_position) < 1:
@@ -63,6 +68,16 @@ def _check_tokens(offer: pb.HandoffOffer, vocab_size: int) -> int:
     if offer.num_resumed_tokens >= len(ids):
         raise BadRequest("an offer needs a prompt before its resumed tokens")
     return len(ids)
+
+
+def _check_ranks(ranks: Sequence[pb.RankRegions], terms: Terms) -> None:
+    if len({rank.agent_name for rank in ranks}) != len(ranks):
+        raise BadRequest("a rank is offered twice")
+    kinds = {rank.memory_kind for rank in ranks}
+    if kinds == {"VRAM"} and not terms.reads_gpu_memory:
+        raise WorkerLost("the KV lies in GPU memory, which cannot be read where there is no CUDA")
+    if kinds not in ({"VRAM"}, {"DRAM"}):
+        raise BadRequest(f"KV in memory of the kinds {sorted(kinds)} cannot be read")
 
 
 def _check_blocks(offer: pb.HandoffOffer, num_tokens: int) -> None:

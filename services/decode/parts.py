@@ -8,6 +8,7 @@ from typing import Any
 from services.decode.config import DecodeConfig
 from shared import farspan_pb2 as pb
 from shared.engine.decode_step import DecodeEngine
+from shared.engine.devices import fitting
 from shared.engine.handoff.agent import require_nixl
 from shared.engine.handoff.importer import KvImporter
 from shared.engine.handoff.landing import Landing
@@ -52,11 +53,12 @@ def open_parts(config: DecodeConfig) -> Iterator[Parts]:
         kv_format = make_format(config.kv_format, engine.config.attention)
         alone = Sharding(1, BLOCK_TOKENS)  # pages lie here in token order, whoever sends them
         layout = describe_layout(config.checkpoint, engine.config, kv_format, alone)
-        importer = KvImporter(
-            config.worker_id,
-            layout,
-            staging_bytes=config.staging_mib << 20,
-            num_lanes=NUM_LANES,
-            device=engine.tier.pools.index_pages.device,
-        )
+        with fitting("the staging memory"):
+            importer = KvImporter(
+                config.worker_id,
+                layout,
+                staging_bytes=config.staging_mib << 20,
+                num_lanes=NUM_LANES,
+                device=engine.tier.pools.index_pages.device,
+            )
         yield Parts(engine, layout, importer, Landing(engine.tier.pools))

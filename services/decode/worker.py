@@ -5,6 +5,7 @@ here, so a step never waits for the event loop. Knows sequences by request id, n
 """
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import Any, Self
 from services.decode.answer import Answer
 from services.decode.pace import Pace
 from shared import farspan_pb2 as pb
+from shared import lifecycle
 from shared.engine.decode_step import DecodeEngine, DecodeOutput, DecodeRow, hidden_from_bytes
 from shared.engine.kv.fetch_plan import GroupCounters
 from shared.engine.kv.page_residency import PagedSequence
@@ -29,6 +31,9 @@ _Row = DecodeRow[PagedSequence]
 
 # What the engine raises when a step's tokens must not be used.
 _StepError = (FloatingPointError, RuntimeError)
+# So many steps without one token are no sequence's fault, whoever is alone in them.
+_FAILED_STEPS = 3
+_HUNG_S = 30.0  # a step that is not over so long after the end was asked for never will be
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,9 @@ class _Command:
     def execute(self) -> None:
         try:
             self._run()
+        except WorkerLost as error:  # nothing can be computed here any more
+            self.done.set_exception(error)
+            raise
         except Exception as error:
             self.done.set_exception(error)  # whoever asked decides what it means
         else:
@@ -96,6 +104,8 @@ class StepThread:
         self._sequences: dict[str, PagedSequence] = {}
         self._running: dict[str, _Running] = {}
         self._is_stopping = False
+        self._num_failed = 0  # steps in a row that gave nobody a token
+        self._step_began_s: float | None = None  # monotonic, of the one under way
         self._pace = Pace()
         self._thread = threading.Thread(target=self._run, name="steps")
 
@@ -110,12 +120,22 @@ class StepThread:
         trace: TracebackType | None,
     ) -> None:
         self._command(self._stop)
-        self._thread.join()
+        self._thread.join(_HUNG_S)
+        if self._thread.is_alive():
+            # It waits for a device that does not answer, and cannot be ended alone.
+            logger.critical("a step does not end: the process does")
+            os._exit(lifecycle.EXIT_FAILED)
 
     @property
     def tokens_per_s(self) -> float:
         """Of all sequences together, while steps ran; 0 before the first."""
         return self._pace.tokens_per_s
+
+    @property
+    def step_s(self) -> float:
+        """How long the step under way has taken; 0 between steps."""
+        began_s = self._step_began_s
+        return 0.0 if began_s is None else time.monotonic() - began_s
 
     @property
     def counters(self) -> Sequence[GroupCounters]:
@@ -205,7 +225,9 @@ class StepThread:
     def _step(self) -> list[Result]:
         ids = list(self._running)
         begun_s = time.monotonic()
+        self._step_began_s = begun_s
         outputs = self._outputs([self._running[request_id].row for request_id in ids])
+        self._step_began_s = None
         self._pace.note(len(ids), time.monotonic() - begun_s)
         return [self._take(*pair) for pair in zip(ids, outputs, strict=True)]
 
@@ -214,7 +236,12 @@ class StepThread:
             return [*self._engine.step(rows)]
         except _StepError as error:
             logger.exception("a step of %d sequences failed", len(rows))
-            return [error] if len(rows) == 1 else self._one_by_one(rows)
+            if len(rows) > 1:
+                return self._one_by_one(rows)
+            self._num_failed += 1
+            if self._num_failed == _FAILED_STEPS:
+                raise
+            return [error]
 
     def _one_by_one(self, rows: Sequence[_Row]) -> list[DecodeOutput | BaseException]:
         """Steps may be repeated: each sequence alone, to see whose fault it was."""
@@ -234,6 +261,7 @@ class StepThread:
         if isinstance(output, BaseException):
             del self._running[request_id]
             return Broken(request_id, f"the engine refused the step: {output}")
+        self._num_failed = 0
         running = self._running[request_id]
         finish = running.answer.add(output.token_id)
         if finish is None:

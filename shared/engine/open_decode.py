@@ -12,7 +12,7 @@ from shared.engine import tiles
 from shared.engine.comm import RankGroup
 from shared.engine.decode_engine import CpuDecodeEngine
 from shared.engine.decode_step import DecodeEngine
-from shared.engine.devices import find_device
+from shared.engine.devices import find_device, fitting
 from shared.engine.kv.fetch_plan import IndexGroup
 from shared.engine.kv.format import KvFormat, make_format, page_geometry
 from shared.engine.kv.host_tier import HostTier
@@ -24,6 +24,7 @@ from shared.engine.model.backend import CpuBackend
 from shared.engine.model.config import ModelConfig, load_config
 from shared.engine.model.loading import load_weights
 from shared.engine.model.transformer import Transformer
+from shared.engine.step import Sampling
 from shared.errors import ConfigError
 
 _MIB = 2**20
@@ -83,7 +84,9 @@ def open_decode_engine(settings: DecodeEngineSettings) -> Iterator[DecodeEngine[
         return
     group = RankGroup()
     weights = load_weights(settings.checkpoint, config, group, CpuBackend())
-    tier = HostTier(TierPools(shape), index_groups(config), policy)
+    with fitting("decode's pools"):
+        pools = TierPools(shape)
+    tier = HostTier(pools, index_groups(config), policy)
     yield CpuDecodeEngine(Transformer(config, weights, group), tier, kv_format, policy)
 
 
@@ -98,6 +101,7 @@ def _on_gpu(
     from shared.engine.gpu.backend import GpuBackend  # these load Triton
     from shared.engine.gpu.decode_engine import GpuDecodeEngine
     from shared.engine.gpu.decode_step import DecodeStep
+    from shared.engine.gpu.sampler import draw
     from shared.engine.gpu.step_graphs import StepGraphs
     from shared.engine.gpu.supported import require_supported
     from shared.engine.gpu.tier import GpuTier
@@ -115,15 +119,15 @@ def _on_gpu(
         tier = GpuTier(pools, index_groups(config), policy, settings.max_sequences)
         step = DecodeStep(Transformer(config, weights, group), tier, settings.max_sequences)
         max_pages = min(shape.num_host_pages, -(-config.max_position // BLOCK_TOKENS))
-        return GpuDecodeEngine(step, StepGraphs(step, max_pages).run, policy)
+        graphs = StepGraphs(step, max_pages)
+        draw(step.logits, [Sampling(temperature=1.0)] * settings.max_sequences)
+        # What only the first runs needed, a prefill on the same device may want.
+        torch.cuda.empty_cache()
+        return GpuDecodeEngine(step, graphs.run, policy)
 
     with ExitStack() as stack:
-        try:
-            host_memory = stack.enter_context(pinned_pool(shape.host_bytes, device))
-            with torch.cuda.device(device):
-                engine = made(host_memory)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            raise ConfigError(f"decode does not fit {device} and its host: {error}") from error
+        with fitting(f"decode on {device}"), torch.cuda.device(device):
+            engine = made(stack.enter_context(pinned_pool(shape.host_bytes, device)))
         yield engine
 
 

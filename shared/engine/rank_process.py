@@ -20,7 +20,7 @@ from shared import logs
 from shared.engine import compute_threads
 from shared.engine.attention_ops import AttentionOps, CpuAttentionOps
 from shared.engine.comm import RankGroup
-from shared.engine.devices import find_device
+from shared.engine.devices import find_device, fitting
 from shared.engine.handoff.agent import require_nixl
 from shared.engine.handoff.exporter import KvExporter
 from shared.engine.handoff.layout_message import describe_layout
@@ -54,8 +54,9 @@ def serve(settings: RankSettings, rank: int, rendezvous: Path, calls: Connection
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             group = stack.enter_context(_group(settings, rank, device, rendezvous))
-            engine, exporter, ready = _load(settings, group, device)
-        except (ConfigError, torch.OutOfMemoryError) as error:
+            with fitting(f"the rank on {device}"):
+                engine, exporter, ready = _load(settings, group, device)
+        except ConfigError as error:
             calls.send(RankRefused(str(error)))
             return
         stack.enter_context(exporter)

@@ -1,4 +1,5 @@
 import asyncio
+import threading
 
 import pytest
 
@@ -50,3 +51,50 @@ async def test_finish_waits_a_while_and_then_cancels() -> None:
 
     assert not running[0].cancelled()
     assert running[1].cancelled()
+
+
+class Slow:
+    """Takes until it is told, to enter."""
+
+    def __init__(self) -> None:
+        self.may_enter = threading.Event()
+        self.left = False
+
+    def __enter__(self) -> str:
+        self.may_enter.wait()
+        return "value"
+
+    def __exit__(self, *_: object) -> None:
+        self.left = True
+
+
+async def test_what_is_cancelled_while_it_enters_is_left_again() -> None:
+    """Memory that a thread has just pinned must not stay so."""
+    slow = Slow()
+
+    async def use() -> None:
+        async with tasks.entered_aside(slow):
+            raise AssertionError("it was cancelled before")
+
+    using = asyncio.create_task(use())
+    await asyncio.sleep(0.01)
+    using.cancel()
+    await asyncio.sleep(0.01)
+    assert not using.done()
+
+    slow.may_enter.set()
+    with pytest.raises(asyncio.CancelledError):
+        await using
+    assert slow.left
+
+
+async def test_what_fails_to_enter_is_not_left() -> None:
+    class Failing(Slow):
+        def __enter__(self) -> str:
+            raise ValueError("bug")
+
+    failing = Failing()
+    with pytest.raises(ValueError, match="bug"):
+        async with tasks.entered_aside(failing):
+            pass
+    assert not failing.left

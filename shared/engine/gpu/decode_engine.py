@@ -17,7 +17,6 @@ from shared.engine.kv.layout import BLOCK_TOKENS, IntArray
 from shared.engine.kv.page_residency import StepRange
 from shared.engine.kv.residency import ResidencyPolicy
 from shared.engine.model.config import ModelConfig
-from shared.errors import WorkerLost
 
 RunStep = Callable[[int, int], None]  # DecodeStep.run, or its replay
 
@@ -42,11 +41,8 @@ class GpuDecodeEngine:
         """See DecodeEngine. RuntimeError for more rows than the step has room for, WorkerLost for a
         device that can compute nothing any more.
         """
-        try:
-            with on_device(self._device):  # a setting of each thread
-                return self._computed(rows)
-        except torch.AcceleratorError as error:
-            raise WorkerLost(f"{self._device} is lost: {error}") from error
+        with on_device(self._device):
+            return self._computed(rows)
 
     def _computed(self, rows: Sequence[DecodeRow[GpuSequence]]) -> list[DecodeOutput]:
         step, tier, num_rows = self._step, self.tier, len(rows)
@@ -54,8 +50,7 @@ class GpuDecodeEngine:
             raise RuntimeError(f"{num_rows} sequences in a step, at most {step.max_rows}")
         tier.prepare([StepRange(row.sequence, row.position, row.position + 1) for row in rows])
         step.numbers.copy_(sent(self._numbers(rows), self._device))
-        for row, place in zip(rows, step.previous_hidden[:num_rows], strict=True):
-            place.copy_(row.previous_hidden, non_blocking=True)
+        step.previous_hidden[:num_rows] = torch.stack([self._carried(row) for row in rows])
         last = max(row.position for row in rows)
         self._run(num_rows, last // BLOCK_TOKENS + 1)
         token_ids = draw(step.logits[:num_rows], [row.sampling for row in rows])
@@ -69,13 +64,24 @@ class GpuDecodeEngine:
             for token, row in zip(told[:num_rows].tolist(), hidden, strict=True)
         ]
 
+    def _carried(self, row: DecodeRow[GpuSequence]) -> torch.Tensor:
+        """The hidden state of the token before, which comes from the host with a handoff."""
+        hidden = row.previous_hidden
+        if hidden.device != self._device:
+            hidden = sent(hidden.numpy(), self._device)
+        return hidden.to(self._step.previous_hidden.dtype)
+
     def _numbers(self, rows: Sequence[DecodeRow[GpuSequence]]) -> IntArray:
         numbers = np.full(tuple(self._step.numbers.shape), -1, np.int64)
-        for place, row in enumerate(rows):
-            sequence = row.sequence
-            lease = sequence.slot if sequence.has_tables else -1
-            written = self.tier.write_rows(sequence, row.position)
-            numbers[:, place] = (row.token_id, row.position, *written, sequence.slot, lease)
+        sequences = [row.sequence for row in rows]
+        positions = np.array([row.position for row in rows])
+        numbers[:, : len(rows)] = (
+            [row.token_id for row in rows],
+            positions,
+            *self.tier.write_rows(sequences, positions),
+            [sequence.slot for sequence in sequences],
+            [sequence.slot if sequence.has_tables else -1 for sequence in sequences],
+        )
         return numbers
 
     def _told(self, numbers: torch.Tensor) -> IntArray:

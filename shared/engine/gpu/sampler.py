@@ -12,6 +12,8 @@ from shared.engine.gpu.transfers import sent
 from shared.engine.sampler import uniform
 from shared.engine.step import Sampling
 
+_ROWS_AT_ONCE = 16  # sorting takes some 50 bytes a logit: 130 MB with GLM-5.3's vocabulary
+
 
 def draw(
     logits: torch.Tensor,  # [n, vocab] fp32, changed in place
@@ -22,9 +24,10 @@ def draw(
     is_finite = torch.isfinite(logits.amax(-1))
     token_ids = logits.argmax(-1)
     drawn = [number for number, each in enumerate(samplings) if each.temperature > 0.0]
-    if drawn:
-        rows = sent(np.array(drawn, np.int64), logits.device)
-        token_ids[rows] = _draw(logits[rows], [samplings[number] for number in drawn])
+    for first in range(0, len(drawn), _ROWS_AT_ONCE):
+        part = drawn[first : first + _ROWS_AT_ONCE]
+        rows = sent(np.array(part, np.int64), logits.device)
+        token_ids[rows] = _draw(logits[rows], [samplings[number] for number in part])
     return torch.where(is_finite, token_ids, -1)
 
 

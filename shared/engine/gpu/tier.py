@@ -79,11 +79,12 @@ class GpuTier:
         if not self._free_slots:
             raise RuntimeError(f"{self.max_sequences} sequences are open already")
         sequence = GpuSequence(block_ids, self._residency.num_host_pages, self._free_slots[-1])
-        self._residency.open(sequence, num_shared_blocks)
-        self._free_slots.pop()
+        # What may fail comes first: nothing is taken then.
         with on_device(self._device):
             blocks = sent(sequence.blocks[:-1].astype(np.int32), self._device)
             self.tables.blocks[sequence.slot, : len(blocks)] = blocks
+        self._residency.open(sequence, num_shared_blocks)
+        self._free_slots.pop()
         return sequence
 
     def close(self, sequence: GpuSequence) -> None:
@@ -101,13 +102,22 @@ class GpuTier:
                 sequence.has_tables = True
         first_rows = self._residency.pages.first_rows[:-1]
         if not np.array_equal(first_rows, self._sent_first_rows):
-            self._sent_first_rows = first_rows.copy()
-            self.tables.first_rows.copy_(sent(self._sent_first_rows, self._device))
+            now = first_rows.copy()
+            self.tables.first_rows.copy_(sent(now, self._device))
+            self._sent_first_rows = now  # only what has been sent: a step may be repeated
 
-    def write_rows(self, sequence: GpuSequence, position: int) -> tuple[int, int]:
-        """The host row and the device row of a position; the latter is -1 where it has none."""
-        host, device = self._residency.write_rows(sequence, np.array([position]))
-        return int(host[0]), max(int(device[0]), -1)
+    def write_rows(
+        self, sequences: Sequence[GpuSequence], positions: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """Each sequence's host row and device row of its position; the latter is -1 for none."""
+        blocks = np.array(
+            [
+                sequence.blocks[position >> 6]
+                for sequence, position in zip(sequences, positions.tolist(), strict=True)
+            ]
+        )
+        host, device = self._residency.write_rows(blocks, positions)
+        return host, np.maximum(device, -1)
 
     def count(self, totals: IntArray) -> None:
         """Take over what the device has counted. WorkerLost if it wanted rows that were nowhere."""

@@ -1,10 +1,13 @@
 """Small numbers on their way to the device; the host never waits for them."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from shared.errors import WorkerLost
 
 
 def sent(numbers: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
@@ -16,6 +19,18 @@ def sent(numbers: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor
     return host.pin_memory().to(device, non_blocking=True)
 
 
-def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Kernels are launched there inside the block."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Kernels are launched there inside the block.
+
+    WorkerLost for a device that can compute nothing any more: after most of its errors nothing else
+    works in this process.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    try:
+        with torch.cuda.device(device):  # a setting of each thread
+            yield
+    except torch.AcceleratorError as error:
+        raise WorkerLost(f"{device} is lost: {error}") from error

@@ -56,8 +56,9 @@ class GpuPlacer:
         try:
             with torch.cuda.stream(channel.stream):
                 self._launch(staged, destination, channel)
-                channel.stream.synchronize()
         finally:
+            # After an error, too: what was launched still reads the channel and writes the pages.
+            channel.stream.synchronize()
             self._channels.put(channel)
 
     def _launch(self, staged: Staged, destination: Destination, channel: _Channel) -> None:

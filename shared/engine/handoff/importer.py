@@ -102,6 +102,7 @@ class KvImporter:
         device: torch.device = _CPU,  # where index pages lie; host rows are pinned for a GPU
     ) -> None:
         lane_slots = slots_per_lane(layout, staging_bytes, num_lanes)
+        self.reads_gpu_memory = torch.cuda.is_available()
         self._device = device
         self._enter_device()
         agent = NixlAgent(owner)

@@ -92,7 +92,13 @@ class RankPeers:
             if peer.loss is None:
                 self._probe(peer)
         with self._lock:  # no pull begins with a lost rank
-            return [peer for peer in peers if peer.loss is not None and not peer.num_pulls]
+            return [
+                peer
+                for peer in peers
+                if peer.loss is not None
+                and not peer.num_pulls
+                and (peer.probe is None or peer.probe.is_over())
+            ]
 
     def unmap(self, peers: Sequence[RankPeer]) -> None:
         """Give back what is mapped of dead ranks. None of their reads may be under way."""

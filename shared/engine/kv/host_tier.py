@@ -85,7 +85,9 @@ class HostTier:
     def write_slots(self, sequence: TieredSequence, first: int, end: int) -> WriteSlots:
         """Where rows of positions first..end-1 go; hot copies of their old rows are forgotten."""
         positions = np.arange(first, end, dtype=np.int64)
-        host_rows, device_rows = self._residency.write_rows(sequence, positions)
+        host_rows, device_rows = self._residency.write_rows(
+            sequence.blocks[positions >> 6], positions
+        )
         if sequence.hot is not None and sequence.was_cold[positions >> 6].any():
             sequence.hot.forget(host_rows)
         resident = np.flatnonzero(device_rows >= 0)

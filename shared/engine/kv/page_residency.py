@@ -106,10 +106,11 @@ class PageResidency(Generic[_Sequence]):
             self._wanted.clear()
 
     def write_rows(
-        self, sequence: _Sequence, positions: IntArray
+        self,
+        blocks: IntArray,  # [n] that hold the positions
+        positions: IntArray,  # [n]
     ) -> tuple[IntArray, IntArray]:  # host rows, device rows; a device row is negative for none
         """Where the rows of these positions go. RuntimeError if another sequence reads them too."""
-        blocks = sequence.blocks[positions >> 6]
         if self.pages.is_shared(blocks):
             raise RuntimeError("a block that several sequences hold cannot be rewritten")
         offsets = positions & 63

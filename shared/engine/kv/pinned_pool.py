@@ -24,7 +24,10 @@ def pinned_pool(
 
     MemoryError if the host refuses to pin so much.
     """
-    mapping = mmap.mmap(-1, num_bytes)
+    try:
+        mapping = mmap.mmap(-1, num_bytes)
+    except OSError as error:
+        raise MemoryError(f"the host refuses {num_bytes} bytes: {error}") from error
     mapping.madvise(mmap.MADV_HUGEPAGE)
     pool = torch.frombuffer(mapping, dtype=torch.uint8)
     _touch(pool)

@@ -1,5 +1,6 @@
 """What refuses an offer before room is asked for."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,8 +22,14 @@ LAYOUT = pb.KvLayout(
     row_bytes=2304,
     index_page_bytes=32768,
 )
-TERMS = Terms(WORKER, LAYOUT, vocab_size=4096, max_position=1000)
+TERMS = Terms(WORKER, LAYOUT, vocab_size=4096, max_position=1000, reads_gpu_memory=False)
 NOW_MS = 1_000_000
+
+
+def ranks(*kinds: str) -> list[pb.RankRegions]:
+    return [
+        pb.RankRegions(agent_name=f"p0-{rank}", memory_kind=kind) for rank, kind in enumerate(kinds)
+    ]
 
 
 def offer(num_tokens: int = 200, **changes: Any) -> pb.HandoffOffer:
@@ -42,7 +49,7 @@ def offer(num_tokens: int = 200, **changes: Any) -> pb.HandoffOffer:
         gateway_id="g",
         deadline_unix_ms=NOW_MS + 1,
         layout=layout,
-        ranks=[pb.RankRegions(), pb.RankRegions()],
+        ranks=ranks("DRAM", "DRAM"),
         blocks=[pb.BlockRef(block_id=i, generation=1) for i in range(-(-num_tokens // 128))],
         lease_ms=1000,
     )
@@ -63,6 +70,8 @@ def test_a_good_offer_is_taken() -> None:
     """Ranks and interleave are the sender's own."""
     check(offer(), TERMS, NOW_MS)
     check(offer(layout=changed_layout(interleave=1)), TERMS, NOW_MS)
+    with_cuda = replace(TERMS, reads_gpu_memory=True)
+    check(offer(ranks=ranks("VRAM", "VRAM")), with_cuda, NOW_MS)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +89,16 @@ def test_a_good_offer_is_taken() -> None:
         pytest.param({"num_resumed_tokens": 200}, BadRequest, id="no-prompt"),
         pytest.param({"blocks": [pb.BlockRef(block_id=1)]}, BadRequest, id="too-few-blocks"),
         pytest.param({"ranks": [pb.RankRegions()]}, BadRequest, id="too-few-ranks"),
+        pytest.param({"ranks": ranks("DRAM") * 2}, BadRequest, id="one-rank-twice"),
+        pytest.param({"ranks": ranks("DRAM", "VRAM")}, BadRequest, id="two-kinds-of-memory"),
+        pytest.param({"ranks": ranks("", "")}, BadRequest, id="no-kind-of-memory"),
+        pytest.param({"ranks": ranks("VRAM", "VRAM")}, WorkerLost, id="memory-it-cannot-read"),
         pytest.param({"sampling": pb.SamplingParams()}, BadRequest, id="no-answer"),
+        pytest.param(
+            {"sampling": pb.SamplingParams(max_new_tokens=9, stop_token_ids=[4096])},
+            BadRequest,
+            id="unknown-stop-token",
+        ),
         pytest.param({"deadline_unix_ms": NOW_MS}, DeadlineExceeded, id="too-late"),
         pytest.param({"layout": changed_layout(interleave=7)}, BadRequest, id="interleave"),
         pytest.param(

@@ -1,6 +1,8 @@
 """The step thread, over an engine that fails where it is told to."""
 
 import queue
+import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -101,6 +103,61 @@ def test_a_failure_of_all_ends_the_thread_and_what_waits_for_it() -> None:
         assert isinstance(thread.ended.exception(TIMEOUT_S), FloatingPointError)
         with pytest.raises(WorkerLost):
             thread.close("a").result(TIMEOUT_S)
+
+
+def test_failures_in_a_row_are_no_sequences_fault() -> None:
+    """Whoever is alone in a step would be blamed for a device that computes nothing any more."""
+    results = Results()
+    thread = StepThread(FakeEngine(broken={1}), results)  # type: ignore[arg-type]
+    with thread:
+        for name in ("a", "b"):
+            begin(thread, name, 1)
+            assert [type(result) for result in results.until(1)] == [Broken]
+        begin(thread, "good", 2, length=2)
+        results.until(1)
+        for name in ("c", "d", "e"):
+            assert not thread.ended.done()
+            begin(thread, name, 1)
+            if name != "e":
+                results.until(1)
+
+        assert isinstance(thread.ended.exception(TIMEOUT_S), FloatingPointError)
+
+
+def test_a_command_that_meets_a_lost_device_ends_the_thread() -> None:
+    """Else an idle worker would refuse request after request, and look like the best one."""
+    engine = FakeEngine()
+
+    def lost(*_: object) -> Sequence[int]:
+        raise WorkerLost("cuda:0 is lost")
+
+    engine.open = lost  # type: ignore[method-assign]
+    with StepThread(engine, Results()) as thread:  # type: ignore[arg-type]
+        with pytest.raises(WorkerLost):
+            thread.open("a", [1], 0).result(TIMEOUT_S)
+
+        assert isinstance(thread.ended.exception(TIMEOUT_S), WorkerLost)
+
+
+def test_the_age_of_a_step_is_told_while_it_runs() -> None:
+    engine, going_on = FakeEngine(), threading.Event()
+    compute = engine.step
+
+    def slow(rows: Sequence[Any]) -> list[Any]:
+        going_on.wait(TIMEOUT_S)
+        return compute(rows)
+
+    engine.step = slow  # type: ignore[method-assign]
+    results = Results()
+    with StepThread(engine, results) as thread:  # type: ignore[arg-type]
+        assert thread.step_s == 0
+        begin(thread, "a", 1, length=2).result(TIMEOUT_S)
+        deadline = time.monotonic() + TIMEOUT_S
+        while thread.step_s == 0:
+            assert time.monotonic() < deadline
+        going_on.set()
+        results.until(1)
+        assert thread.step_s == 0
 
 
 def test_an_error_nobody_expects_ends_the_thread() -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.engine.gpu import tier as gpu_tier
 from shared.engine.gpu.tier import GpuSequence, GpuTier
 from shared.engine.gpu.transfers import sent
 from shared.engine.kernels.forget_rows import forget_rows
@@ -102,10 +103,11 @@ class World:
             live.num_tokens += self.chance.random() < 0.8  # else the step is repeated
 
     def write(self, batch: list[Live]) -> None:
-        places = [self.tier.write_rows(live.sequence, live.num_tokens) for live in batch]
-        rows = sent(np.array([[host] for host, _ in places], np.int32), DEVICE)
+        positions = np.array([live.num_tokens for live in batch])
+        hosts, devices = self.tier.write_rows([live.sequence for live in batch], positions)
+        rows = sent(hosts.astype(np.int32)[:, None], DEVICE)
         forget_rows(rows, self.leases(batch), self.tier.tables.hot)
-        for host, device in places:
+        for host, device in zip(hosts.tolist(), devices.tolist(), strict=True):
             self.write_host(host)
             if device >= 0:
                 self.tier.pools.device_rows[:, device] = self.truth[:, host].to(DEVICE)
@@ -167,6 +169,46 @@ def test_a_step_reads_what_was_written(residency: ResidencyMode, seed: int) -> N
         while world.live:
             world.close()
         tier.check_integrity()
+
+
+def test_a_step_that_could_not_tell_the_device_is_told_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A repeated step must not believe that its page table was sent."""
+    policy = make_policy(ResidencyMode.MIXED, hot_rows=64, union_rows=64, num_device_pages=22)
+    tier = GpuTier(TierPools(SHAPE, DEVICE), GROUPS, policy, MAX_SEQUENCES)
+    sequence = tier.open([3, 1])
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_tier, "sent", refuse)
+        with pytest.raises(torch.OutOfMemoryError):
+            tier.prepare([StepRange(sequence, 5, 6)])
+    tier.prepare([StepRange(sequence, 5, 6)])
+
+    assert int(tier.tables.first_rows[3]) >= 0
+
+
+def test_a_sequence_that_could_not_be_opened_has_taken_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = make_policy(ResidencyMode.MIXED, hot_rows=64, union_rows=64, num_device_pages=22)
+    tier = GpuTier(TierPools(SHAPE, DEVICE), GROUPS, policy, MAX_SEQUENCES)
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_tier, "sent", refuse)
+        with pytest.raises(torch.OutOfMemoryError):
+            tier.open([0, 1])
+
+    tier.check_integrity()
+    for first in range(0, 2 * MAX_SEQUENCES, 2):
+        tier.open([first, first + 1])
+    tier.check_integrity()
 
 
 def test_rows_that_were_nowhere_end_the_worker() -> None:
