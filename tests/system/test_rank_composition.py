@@ -134,7 +134,7 @@ async def composed(prompts: PromptsOnRanks, case: Case) -> Outcome:
     return Outcome(sampled, *await prompts.read_back(blocks, case.length))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(case=cases())
 @example(case=Case((4, 1), 0, 9, 0, 0, (512,))).via(
     "empty chunks: eight ranks' worth of nine tokens"

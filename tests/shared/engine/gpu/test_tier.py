@@ -150,7 +150,7 @@ class World:
 
 @pytest.mark.parametrize("residency", list(ResidencyMode))
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=10 if HAS_GPU else 3, deadline=None)
+@settings(max_examples=10 if HAS_GPU else 2, deadline=None)
 def test_a_step_reads_what_was_written(residency: ResidencyMode, seed: int) -> None:
     """Blocks and slots change hands, prefixes are shared, steps repeated, pages unpinned."""
     chance = random.Random(seed)
