@@ -5,6 +5,7 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shared.device_name import cuda_ordinal
 from shared.engine.kv.residency import ResidencyMode
 
 
@@ -43,6 +44,7 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", self.worker_id):
             raise ValueError(f"worker_id {self.worker_id!r} is not made of [A-Za-z0-9_-]")
+        cuda_ordinal(self.device)  # it raises for what is no device's name
         if self.residency not in set(ResidencyMode):
             raise ValueError(f"residency is one of {', '.join(ResidencyMode)}")
         for name in ("max_concurrent", "max_waiting", "pull_timeout_s", "threads", "drain_s"):

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from services.local.replay import replay_decisions
 from services.local.serve import serve
 from services.local.stack import StackFailed
 from services.local.status import status
+from shared.device_name import cuda_ordinal
 from shared.errors import ConfigError
 from shared.lifecycle import EXIT_CONFIG, EXIT_FAILED, run
 
@@ -112,8 +112,10 @@ def _add_port(command: argparse.ArgumentParser) -> None:
 
 
 def _device(text: str) -> str:
-    if not re.fullmatch(r"cpu|cuda:[0-9]+", text):
-        raise argparse.ArgumentTypeError("must be cpu or cuda:N")
+    try:
+        cuda_ordinal(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return text
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.local.servers import nats_command, redis_command
+from shared.device_name import later_device
 
 ROOT = Path(__file__).parents[2]
 HOST = "127.0.0.1"
@@ -109,12 +110,6 @@ def plan(options: Options, folder: Path, ports: Iterator[int]) -> list[Spec]:
         ),
         service("gateway", "gateway", {"HOST": HOST, "PORT": options.port, **model}),
     ]
-
-
-def later_device(first: str, num_taken: int) -> str:
-    """The device behind num_taken others; all share the CPU."""
-    kind, _, number = first.partition(":")
-    return f"{kind}:{int(number) + num_taken}" if number else first
 
 
 def environment(spec: Spec) -> dict[str, str]:

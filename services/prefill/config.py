@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shared.block_hash import BLOCK_TOKENS
+from shared.device_name import cuda_ordinal
 from shared.engine.rank_messages import RankSettings
 
 _WORKER_ID = re.compile(r"[A-Za-z0-9_-]+")
-_DEVICE = re.compile(r"cpu|cuda:[0-9]+")
 
 
 def _host_name() -> str:
@@ -44,8 +44,7 @@ class PrefillConfig:
     def __post_init__(self) -> None:
         if not _WORKER_ID.fullmatch(self.worker_id):
             raise ValueError(f"worker id {self.worker_id!r} is not made of [A-Za-z0-9_-]")
-        if not _DEVICE.fullmatch(self.device):
-            raise ValueError(f"device {self.device!r} is neither cpu nor cuda:N")
+        cuda_ordinal(self.device)  # it raises for what is no device's name
         if self.ranks < 1 or self.num_blocks < 1 or self.max_requests < 1:
             raise ValueError("ranks, num_blocks and max_requests must be at least 1")
         if self.interleave < 1 or BLOCK_TOKENS % self.interleave:

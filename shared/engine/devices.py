@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from shared.device_name import cuda_ordinal
 from shared.errors import ConfigError
 
 
@@ -13,14 +14,15 @@ def find_device(name: str, ordinal: int = 0) -> torch.device:
 
     Raises ConfigError for another name, and for a device that is not there.
     """
-    if name == "cpu":
+    try:
+        first = cuda_ordinal(name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if first is None:
         return torch.device("cpu")
-    kind, _, number = name.partition(":")
-    if kind != "cuda" or not (number.isascii() and number.isdecimal()):
-        raise ConfigError(f"no device is called {name!r}: it is cpu or cuda:N")
     if not torch.cuda.is_available():
         raise ConfigError(f"{name} was asked for, and torch sees no CUDA device here")
-    place = int(number) + ordinal
+    place = first + ordinal
     if place >= torch.cuda.device_count():
         raise ConfigError(f"no cuda:{place} here: there are {torch.cuda.device_count()} devices")
     return torch.device("cuda", place)
