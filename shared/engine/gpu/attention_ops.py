@@ -19,6 +19,18 @@ _TILE_SCORES = 1 << 28  # fp32 scores held at once while choosing: 1 GiB
 _STEP = 16  # scores of a row begin at, and are, multiples of this
 
 
+def quantise_query(
+    query: torch.Tensor,  # [n, index_heads, index_dim]
+    weights: torch.Tensor,  # [n, index_heads] fp32
+) -> tuple[torch.Tensor, torch.Tensor]:  # the query as e4m3, weights with its scale
+    """The indexer's query as its kernels take it.
+
+    The query's scale is positive, so it commutes with ReLU and rides on the head's weight.
+    """
+    values, scale = quantise_tiles(query.float())
+    return values, weights * scale
+
+
 class GpuAttentionOps:
     """See AttentionOps. ConfigError for a KV format or a model that the kernels do not read."""
 
@@ -48,9 +60,7 @@ class GpuAttentionOps:
         if num_seen <= topk:
             positions = torch.arange(first, first + topk, dtype=torch.int32, device=query.device)
             return torch.where(positions <= limits[:, None], positions, -1).int()
-        values, scale = quantise_tiles(query.float())
-        # The query's scale is positive, so it commutes with ReLU and rides on the head's weight.
-        weights = weights * scale
+        values, weights = quantise_query(query, weights)
         dim = self._config.index_dim
         keys = records[:, :dim].contiguous().view(torch.float8_e4m3fn)
         key_scales = records[:, dim:].contiguous().view(torch.float32).squeeze(1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shared.engine.gpu.attention_ops import quantise_query
 from shared.engine.gpu.tier import GpuTier
 from shared.engine.kernels.forget_rows import forget_rows
 from shared.engine.kernels.host_gather import host_gather
@@ -19,7 +20,6 @@ from shared.engine.kernels.resolve_rows import resolve_rows
 from shared.engine.kernels.sparse_mla_decode import sparse_mla_decode
 from shared.engine.kernels.top_k import top_k
 from shared.engine.kv.fetch_plan import IndexGroup
-from shared.engine.kv.format import quantise_tiles
 from shared.engine.kv.layout import BLOCK_TOKENS
 from shared.engine.kv.tier_pools import TierPools
 from shared.engine.model.config import ModelConfig
@@ -159,9 +159,7 @@ class GpuDecodeKv:
         if num_columns <= width:
             places = torch.arange(width, dtype=torch.int32, device=self._limits.device)
             return torch.where(places < self._limits.unsqueeze(1), places, -1)
-        query, scale = quantise_tiles(queries.index_query.float())
-        # The query's scale is positive, so it commutes with ReLU and rides on the head's weight.
-        weights = queries.index_weights * scale
+        query, weights = quantise_query(queries.index_query, queries.index_weights)
         scores = weights.new_empty((len(query), 1, num_columns))
         pages = self._tier.pools.index_pages[self._index_ordinal[layer]]
         paged_indexer(

@@ -20,15 +20,15 @@ class StepGraphs:
         self._row_sizes = row_sizes(step.max_rows)
         self._page_sizes = page_sizes(step.model.config.attention.index_topk, max_pages)
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         # The largest first: the smaller ones live in its memory.
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(stream):
             self._graphs = {
                 shape: self._captured(*shape)
                 for shape in itertools.product(self._row_sizes[::-1], self._page_sizes[::-1])
             }
-        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.current_stream().wait_stream(stream)
 
     def run(self, num_rows: int, num_pages: int) -> None:
         """See DecodeStep.run; what lies behind num_rows must be padding."""

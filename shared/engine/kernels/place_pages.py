@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from shared.engine.kernels.rows import widest_word
 from shared.engine.kv.layout import BLOCK_TOKENS, Sharding
 
 _MAX_PAGES = 2**21  # of one call: pages times layers are counted in 32 bits, bytes in 64
@@ -38,7 +39,7 @@ def place_pages(
         raise ValueError(f"{num_programs} programs copy nothing")
     if not num_tokens or not len(pages):
         return
-    word = _word(shards, pages)
+    word = widest_word(shards, pages)
     words = pages.shape[-1] // word.itemsize
     tile = triton.next_power_of_2(BLOCK_TOKENS * words)
     _place_pages[(num_programs,)](
@@ -88,18 +89,6 @@ def _check(
             f"{shards.shape[1]} blocks of {sharding.size} ranks end before page"
             f" {first_page + num_pages}"
         )
-
-
-def _word(shards: torch.Tensor, pages: torch.Tensor) -> torch.dtype:
-    """The widest unit that all rows begin and end at; two of 8 bytes are moved at once."""
-    numbers = (
-        pages.shape[-1],
-        *(n for t in (shards, pages) for n in (t.storage_offset(), *t.stride()[:-1])),
-    )
-    for word in (torch.int64, torch.int32):
-        if all(n % word.itemsize == 0 for n in numbers):
-            return word
-    raise ValueError("rows and pages must be multiples of 4 bytes")
 
 
 # Small numbers that differ from call to call: a kernel for each would be compiled during a pull.

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from shared.engine.kernels.rows import widest_word
 from shared.engine.kv.layout import BLOCK_TOKENS, Sharding
 
 _TILE_BYTES = 8192  # a program's share
@@ -50,7 +51,7 @@ def _move(
     _check(shards, sharding, num_tokens, tokens)
     if not num_tokens:
         return
-    word = _word(shards, tokens)
+    word = widest_word(shards, tokens)
     words = row_bytes // word.itemsize
     tile = _TILE_BYTES // word.itemsize
     kernel = _gather if to_tokens else _scatter
@@ -85,18 +86,6 @@ def _check(shards: torch.Tensor, sharding: Sharding, num_tokens: int, tokens: to
         raise ValueError(f"{len(tokens)} pages hold no {num_tokens} tokens")
     if needed > shards.shape[1] * BLOCK_TOKENS:
         raise ValueError(f"a shard of {shards.shape[1]} pages holds no {needed} rows")
-
-
-def _word(shards: torch.Tensor, tokens: torch.Tensor) -> torch.dtype:
-    """The widest unit that all rows begin and end at; two of 8 bytes are moved at once."""
-    numbers = (
-        tokens.shape[-1],
-        *(n for t in (shards, tokens) for n in (t.storage_offset(), *t.stride()[:-1])),
-    )
-    for word in (torch.int64, torch.int32):
-        if all(n % word.itemsize == 0 for n in numbers):
-            return word
-    raise ValueError("rows and pages must be multiples of 4 bytes")
 
 
 @triton.jit

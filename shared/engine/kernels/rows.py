@@ -1,4 +1,4 @@
-"""What the wrappers of the row kernels refuse."""
+"""What the wrappers of the row kernels refuse, and in which unit rows are moved."""
 
 import torch
 
@@ -23,3 +23,17 @@ def check_slots(slots: torch.Tensor, num_rows: int) -> None:
     """ValueError unless there is one slot a row, as int64."""
     if slots.dtype != torch.int64 or slots.shape != (num_rows,) or not slots.is_contiguous():
         raise ValueError(f"slots must be {num_rows} contiguous int64 numbers")
+
+
+def widest_word(*pages: torch.Tensor) -> torch.dtype:
+    """The widest unit that all rows begin and end at; two of 8 bytes are moved at once.
+
+    Each is bytes whose last axis is a row; ValueError if nothing of 4 bytes or more fits.
+    """
+    numbers = [
+        n for rows in pages for n in (rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1])
+    ]
+    for word in (torch.int64, torch.int32):
+        if all(n % word.itemsize == 0 for n in numbers):
+            return word
+    raise ValueError("rows and pages must be multiples of 4 bytes")
