@@ -23,7 +23,7 @@ import torch
 
 from shared import farspan_pb2 as pb
 from shared.engine.handoff.exporter import KvExporter
-from shared.engine.handoff.importer import KvImporter, PullRequest
+from shared.engine.handoff.importer import KvImporter, PullRequest, StaleRef
 from shared.engine.handoff.placing import Destination
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -213,6 +213,36 @@ class Peer:
         self._process.join(10)
         self._process.close()
         self._calls.close()
+
+
+def pull_while_it_changes(
+    rank: Peer,
+    importer: KvImporter,
+    pages: Pages,
+    regions: list[pb.RankRegions],
+    *,
+    wanted: int,
+    within_s: float,
+) -> tuple[int, int]:
+    """Pull the first block of a rank that churns it, until so many pulls were accepted and refused.
+
+    Whatever is accepted is whole, and as it was asked for.
+    """
+    block_id = pages.held.blocks[0].block_id
+    page = pages.destination.host_rows[:, pages.destination.page_ids[0]]
+    accepted = refused = 0
+    until = time.monotonic() + within_s
+    while (accepted < wanted or refused < wanted) and time.monotonic() < until:
+        generation = rank.ask("offered")
+        now = pb.BlockRef(block_id=block_id, generation=generation)
+        try:
+            importer.pull(pages.request(regions, blocks=[now]))
+        except StaleRef:
+            refused += 1
+            continue
+        accepted += 1
+        assert page.min() == page.max() == generation % 251
+    return accepted, refused
 
 
 class _Commands:

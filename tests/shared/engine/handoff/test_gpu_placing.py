@@ -16,7 +16,7 @@ from shared import farspan_pb2 as pb
 from shared.engine.handoff.importer import KvImporter, StaleRef
 from shared.engine.handoff.staging import allocate_slots
 from shared.errors import ConfigError, WorkerLost
-from tests.shared.engine.handoff.kv_peers import Held, Pages, Peer
+from tests.shared.engine.handoff.kv_peers import Held, Pages, Peer, pull_while_it_changes
 
 pytestmark = pytest.mark.gpu
 
@@ -148,23 +148,12 @@ def test_rows_of_two_owners_never_pass_as_one_block(ranks: list[Peer]) -> None:
     """
     held = Held(1, 64, num_tokens=64, num_blocks=2, num_mla_layers=512, row_bytes=8192)
     regions = exported(ranks, held)
-    ref = held.blocks[0]
     importer, pages = importer_for(held, slots=1), Pages(held, HERE)
-    page = pages.destination.host_rows[:, pages.destination.page_ids[0]]
-    ranks[0].ask("churn", ref.block_id, 0.004)
-    accepted = refused = 0
-    until = time.monotonic() + 30
+    ranks[0].ask("churn", held.blocks[0].block_id, 0.004)
 
-    while (accepted < 5 or refused < 5) and time.monotonic() < until:
-        generation = ranks[0].ask("offered")
-        now = pb.BlockRef(block_id=ref.block_id, generation=generation)
-        try:
-            importer.pull(pages.request(regions, blocks=[now]))
-        except StaleRef:
-            refused += 1
-            continue
-        accepted += 1
-        assert page.min() == page.max() == generation % 251
+    accepted, refused = pull_while_it_changes(
+        ranks[0], importer, pages, regions, wanted=5, within_s=30
+    )
 
     assert accepted >= 5
     assert refused >= 5

@@ -14,7 +14,7 @@ import pytest
 from shared import farspan_pb2 as pb
 from shared.engine.handoff.importer import KvImporter, StaleRef
 from shared.errors import ConfigError, Overloaded, WorkerLost
-from tests.shared.engine.handoff.kv_peers import Held, Pages, Peer
+from tests.shared.engine.handoff.kv_peers import Held, Pages, Peer, pull_while_it_changes
 
 LOCAL = {"UCX_NET_DEVICES": "lo"}
 TCP = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp"}  # what two hosts without RDMA do
@@ -208,24 +208,13 @@ def test_rows_of_two_owners_never_pass_as_one_block(ranks: list[Peer]) -> None:
     """
     held = Held(1, 64, num_tokens=64, num_blocks=2, num_mla_layers=8, row_bytes=32768)
     regions = exported(ranks, held)
-    ref = held.blocks[0]
     importer = importer_for(held, slots=1)
     pages = Pages(held)
-    page = pages.destination.host_rows[:, pages.destination.page_ids[0]]
-    ranks[0].ask("churn", ref.block_id)
-    accepted = refused = 0
-    until = time.monotonic() + 60
+    ranks[0].ask("churn", held.blocks[0].block_id)
 
-    while (accepted < 3 or refused < 3) and time.monotonic() < until:
-        generation = ranks[0].ask("offered")
-        now = pb.BlockRef(block_id=ref.block_id, generation=generation)
-        try:
-            importer.pull(pages.request(regions, blocks=[now]))
-        except StaleRef:
-            refused += 1
-            continue
-        accepted += 1
-        assert page.min() == page.max() == generation % 251
+    accepted, refused = pull_while_it_changes(
+        ranks[0], importer, pages, regions, wanted=3, within_s=60
+    )
 
     assert accepted >= 3
     assert refused >= 3
