@@ -26,7 +26,7 @@ test: setup-dev check  ## install what tests need, run every check and every tes
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-gpu:  ## run what needs one or two GPUs; PYTHON as for serve-gpu, with pytest and hypothesis
-	@PYTHONPATH=. $(PYTHON) -m pytest -c /dev/null --rootdir=. --noconftest --import-mode=importlib -p no:cacheprovider -W ignore tests/shared/engine/kernels tests/shared/engine/gpu tests/shared/engine/handoff/test_gpu_placing.py tests/system/test_prefill_on_gpus.py tests/system/test_glm_slice.py tests/system/test_services_on_gpus.py $(ARGS)
+	@PYTHONPATH=. $(PYTHON) -m pytest -c /dev/null --rootdir=. --noconftest --import-mode=importlib -p no:cacheprovider -W ignore tests/shared/engine/kernels tests/shared/engine/gpu tests/shared/engine/kv/test_pinned_pool.py tests/shared/engine/handoff/test_gpu_placing.py tests/system/test_prefill_on_gpus.py tests/system/test_glm_slice.py tests/system/test_services_on_gpus.py $(ARGS)
 
 check: setup-dev  ## format, lint, types, import contracts
 	@$(BIN)/ruff format --check .
