@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from benchmarks import report
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.tokenizer import Tokenizer
 from services.local.plan import Options
 from shared.engine import compute_threads
 from tests.system import pass_keys

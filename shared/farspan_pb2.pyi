@@ -38,6 +38,11 @@ class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TIER_DEVICE: _ClassVar[Tier]
     TIER_HOST: _ClassVar[Tier]
 
+class GrammarKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GRAMMAR_KIND_UNSPECIFIED: _ClassVar[GrammarKind]
+    GRAMMAR_KIND_LARK: _ClassVar[GrammarKind]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -63,6 +68,8 @@ FAILURE_KIND_INTERNAL: FailureKind
 TIER_UNSPECIFIED: Tier
 TIER_DEVICE: Tier
 TIER_HOST: Tier
+GRAMMAR_KIND_UNSPECIFIED: GrammarKind
+GRAMMAR_KIND_LARK: GrammarKind
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -169,7 +176,7 @@ class PrefixHits(_message.Message):
     def __init__(self, hits: _Optional[_Iterable[_Union[PrefixHit, _Mapping]]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "seed", "max_new_tokens", "min_new_tokens", "stop_token_ids")
+    __slots__ = ("temperature", "top_p", "top_k", "seed", "max_new_tokens", "min_new_tokens", "stop_token_ids", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "bias_token_ids", "biases", "num_logprobs", "num_prompt_logprobs", "grammar")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +184,15 @@ class SamplingParams(_message.Message):
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    BIAS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BIASES_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -184,7 +200,48 @@ class SamplingParams(_message.Message):
     max_new_tokens: int
     min_new_tokens: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    bias_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    biases: _containers.RepeatedScalarFieldContainer[float]
+    num_logprobs: int
+    num_prompt_logprobs: int
+    grammar: Grammar
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., bias_token_ids: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
+
+class Grammar(_message.Message):
+    __slots__ = ("kind", "text")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    kind: GrammarKind
+    text: str
+    def __init__(self, kind: _Optional[_Union[GrammarKind, str]] = ..., text: _Optional[str] = ...) -> None: ...
+
+class TokenLogprobs(_message.Message):
+    __slots__ = ("num_top", "chosen", "top_token_ids", "top_logprobs")
+    NUM_TOP_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    num_top: int
+    chosen: bytes
+    top_token_ids: bytes
+    top_logprobs: bytes
+    def __init__(self, num_top: _Optional[int] = ..., chosen: _Optional[bytes] = ..., top_token_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
+
+class Stage(_message.Message):
+    __slots__ = ("name", "begin_unix_us", "end_unix_us", "num_tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_UNIX_US_FIELD_NUMBER: _ClassVar[int]
+    END_UNIX_US_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    begin_unix_us: int
+    end_unix_us: int
+    num_tokens: int
+    def __init__(self, name: _Optional[str] = ..., begin_unix_us: _Optional[int] = ..., end_unix_us: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("request_id", "model", "token_ids", "block_hashes", "num_resumed_tokens", "sampling", "prefill", "decode", "gateway_id", "deadline_unix_ms", "hash_root")
@@ -337,18 +394,20 @@ class ChunkReady(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prefill: _Optional[_Union[WorkerRef, _Mapping]] = ..., num_ready_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillDone(_message.Message):
-    __slots__ = ("request_id", "prefill", "first_token_id", "last_hidden", "num_cached_tokens")
+    __slots__ = ("request_id", "prefill", "first_token_id", "last_hidden", "num_cached_tokens", "first_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LAST_HIDDEN_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prefill: WorkerRef
     first_token_id: int
     last_hidden: bytes
     num_cached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., prefill: _Optional[_Union[WorkerRef, _Mapping]] = ..., first_token_id: _Optional[int] = ..., last_hidden: _Optional[bytes] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    first_logprobs: TokenLogprobs
+    def __init__(self, request_id: _Optional[str] = ..., prefill: _Optional[_Union[WorkerRef, _Mapping]] = ..., first_token_id: _Optional[int] = ..., last_hidden: _Optional[bytes] = ..., num_cached_tokens: _Optional[int] = ..., first_logprobs: _Optional[_Union[TokenLogprobs, _Mapping]] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("request_id", "decode")
@@ -397,20 +456,32 @@ class End(_message.Message):
     def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("request_id", "sender", "index", "token_ids", "end", "cached_tokens")
+    __slots__ = ("request_id", "sender", "index", "token_ids", "end", "cached_tokens", "logprobs", "prompt_logprobs", "stages")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     sender: WorkerRef
     index: int
     token_ids: bytes
     end: End
     cached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., sender: _Optional[_Union[WorkerRef, _Mapping]] = ..., index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., end: _Optional[_Union[End, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    logprobs: TokenLogprobs
+    prompt_logprobs: TokenLogprobs
+    stages: _containers.RepeatedCompositeFieldContainer[Stage]
+    def __init__(self, request_id: _Optional[str] = ..., sender: _Optional[_Union[WorkerRef, _Mapping]] = ..., index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., end: _Optional[_Union[End, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Union[TokenLogprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[TokenLogprobs, _Mapping]] = ..., stages: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ...) -> None: ...
+
+class TokenBatch(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[Tokens]
+    def __init__(self, messages: _Optional[_Iterable[_Union[Tokens, _Mapping]]] = ...) -> None: ...
 
 class TokensReply(_message.Message):
     __slots__ = ("next_index",)

@@ -67,7 +67,7 @@ LEASE_RENEWAL = Subject("farspan.v1.prefill.{worker}.lease", pb.LeaseRenewal)
 ABORT = Subject("farspan.v1.worker.{worker}.abort", pb.Abort)
 
 # prefill, decode -> gateway: plain for tokens, a request for the message that carries End
-TOKENS = Subject("farspan.v1.gateway.{gateway}.tokens", pb.Tokens)
+TOKENS = Subject("farspan.v1.gateway.{gateway}.batch", pb.TokenBatch)
 TOKENS_END = RequestSubject("farspan.v1.gateway.{gateway}.end", pb.Tokens, pb.TokensReply)
 
 # prefill, decode -> router, gateway, command line

@@ -212,7 +212,8 @@ class FakeFleet:
             token_ids=token_bytes(tokens),
             cached_tokens=cached,
         )
-        await self.bus.publish(subjects.TOKENS, message, gateway=submit.gateway_id)
+        batch = pb.TokenBatch(messages=[message])
+        await self.bus.publish(subjects.TOKENS, batch, gateway=submit.gateway_id)
 
     async def _resend(self, worker_id: str, message: pb.ResendTokens) -> None:
         self.resends.append((worker_id, message.from_index))

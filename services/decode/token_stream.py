@@ -94,7 +94,8 @@ class TokenStream:
     async def _send(self, index: int) -> None:
         message = self._message(index)
         if message.token_ids:
-            await self._bus.publish(subjects.TOKENS, message, gateway=self._gateway_id)
+            batch = pb.TokenBatch(messages=[message])
+            await self._bus.publish(subjects.TOKENS, batch, gateway=self._gateway_id)
 
     def _message(self, index: int) -> pb.Tokens:
         place = index - self._first_index

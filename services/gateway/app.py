@@ -31,7 +31,7 @@ from services.gateway.failures import error_object
 from services.gateway.fleet import Fleet
 from services.gateway.listener import listening
 from services.gateway.mailroom import Mailroom
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.tokenizer import Tokenizer
 from shared import bus, lifecycle, subjects, tasks
 from shared import farspan_pb2 as pb
 

@@ -12,8 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.exchange import Dialect, Exchange, Resources
 from services.gateway.failures import ShuttingDown
-from services.gateway.openai import ChatRequest, CompletionRequest, parse
-from services.gateway.replies import ChatReplies, CompletionReplies
+from services.gateway.dialects.openai import ChatRequest, CompletionRequest, parse
+from services.gateway.dialects.replies import ChatReplies, CompletionReplies
 from services.gateway.wire import ClientGone, Response, read_body, until_gone
 from shared import telemetry
 from shared.errors import FarspanError

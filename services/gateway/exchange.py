@@ -15,7 +15,7 @@ from http import HTTPStatus
 
 from starlette.datastructures import Headers
 
-from services.gateway.answer import Answer
+from services.gateway.text.answer import Answer
 from services.gateway.attempt import Job, Line
 from services.gateway.config import GatewayConfig
 from services.gateway.failures import InvalidRequest, as_http
@@ -26,9 +26,9 @@ from services.gateway.intake import (
     sampling_params,
     take_in,
 )
-from services.gateway.openai import ChatRequest, CompletionRequest
-from services.gateway.replies import Replies
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.dialects.openai import ChatRequest, CompletionRequest
+from services.gateway.dialects.replies import Replies
+from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.wire import Response, dump
 from shared import block_hash, telemetry
 from shared import farspan_pb2 as pb

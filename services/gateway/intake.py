@@ -9,12 +9,12 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.answer import Answer
-from services.gateway.bounds import num_values, refuse_many_values
+from services.gateway.text.answer import Answer
+from services.gateway.dialects.bounds import num_values, refuse_many_values
 from services.gateway.failures import TOO_LONG, InvalidRequest
-from services.gateway.glm import GlmParser, Parser, PlainParser
-from services.gateway.openai import ChatRequest, CompletionRequest, Sampled
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.glm import GlmParser, Parser, PlainParser
+from services.gateway.dialects.openai import ChatRequest, CompletionRequest, Sampled
+from services.gateway.text.tokenizer import Tokenizer
 from shared import block_hash
 from shared import farspan_pb2 as pb
 

@@ -48,11 +48,11 @@ class Mailroom:
         """How many attempts are live."""
         return len(self._inboxes)
 
-    async def _deliver(self, message: pb.Tokens) -> None:
-        inbox = self._inbox(message)
-        if inbox is None or inbox.accept(message):
-            return
-        await self._ask_again(message, inbox)
+    async def _deliver(self, batch: pb.TokenBatch) -> None:
+        for message in batch.messages:
+            inbox = self._inbox(message)
+            if inbox is not None and not inbox.accept(message):
+                await self._ask_again(message, inbox)
 
     async def _finish(self, message: pb.Tokens) -> pb.TokensReply:
         inbox = self._inbox(message)

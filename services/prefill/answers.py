@@ -43,13 +43,17 @@ class Answers:
         self._kept[submit.request_id] = (submit.gateway_id, message)
         if len(self._kept) > _NUM_KEPT:
             self._kept.popitem(last=False)
-        await self._bus.publish(subjects.TOKENS, message, gateway=submit.gateway_id)
+        await self._send(message, submit.gateway_id)
 
     async def resend(self, wanted: pb.ResendTokens) -> None:
         """Send a first token again; what is not known, or not wanted, is ignored."""
         gateway_id, message = self._kept.get(wanted.request_id, ("", pb.Tokens()))
         if gateway_id and wanted.from_index <= message.index:
-            await self._bus.publish(subjects.TOKENS, message, gateway=gateway_id)
+            await self._send(message, gateway_id)
+
+    async def _send(self, message: pb.Tokens, gateway_id: str) -> None:
+        batch = pb.TokenBatch(messages=[message])
+        await self._bus.publish(subjects.TOKENS, batch, gateway=gateway_id)
 
     async def end(self, submit: pb.Submit, token_ids: Sequence[int], end: pb.End) -> None:
         """Send the end with the whole answer of this attempt, so that nothing can be missing."""

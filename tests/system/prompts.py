@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 from services.gateway.intake import take_in
-from services.gateway.openai import ChatRequest, parse
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.dialects.openai import ChatRequest, parse
+from services.gateway.text.tokenizer import Tokenizer
 from shared import block_hash
 
 

@@ -15,7 +15,7 @@ import openai
 import pytest
 from openai.types import Completion
 
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.tokenizer import Tokenizer
 from services.local.plan import Options
 from services.local.stack import Stack
 from shared import farspan_pb2 as pb

@@ -5,7 +5,7 @@ test_model_card_served.py asks the same of the whole stack: when both fail, the 
 
 import pytest
 
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.tokenizer import Tokenizer
 from shared.engine.step import Sampling
 from tests import demo
 from tests.system import dialogs, pass_keys

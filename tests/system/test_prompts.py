@@ -6,7 +6,7 @@ import json
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.tokenizer import Tokenizer
 from tests import demo
 from tests.system import dialogs
 from tests.system.prompts import prompt_of

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from benchmarks import glm_slice, report
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.tokenizer import Tokenizer
 from services.local.plan import TRACE_FILE, Options
 from services.local.stack import Stack
 from shared import farspan_pb2 as pb

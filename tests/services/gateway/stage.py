@@ -13,7 +13,7 @@ import openai
 
 from services.gateway.app import Serving, serve
 from services.gateway.config import GatewayConfig
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.tokenizer import Tokenizer
 from shared import bus
 from tests.fakes import FakeFleet, Plan
 

@@ -232,7 +232,8 @@ async def test_a_stranger_s_tokens_are_not_believed(stage: Stage) -> None:
     forged = pb.Tokens(
         request_id=submit.request_id, sender=old_life, index=1, token_ids=token_bytes([7, 7, 7])
     )
-    await stage.fleet.bus.publish(subjects.TOKENS, forged, gateway=submit.gateway_id)
+    batch = pb.TokenBatch(messages=[forged])
+    await stage.fleet.bus.publish(subjects.TOKENS, batch, gateway=submit.gateway_id)
     await asyncio.sleep(0.05)
     stage.fleet.release()
 

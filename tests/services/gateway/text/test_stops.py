@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.stops import StopScanner
+from services.gateway.text.stops import StopScanner
 
 ALPHABET = "ab<é한"
 texts = st.text(ALPHABET, max_size=24)

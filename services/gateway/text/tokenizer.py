@@ -14,8 +14,8 @@ import jinja2.ext
 import jinja2.sandbox
 import tokenizers
 
-from services.gateway.checkpoint import Checkpoint, read_checkpoint
-from services.gateway.detokenizer import Detokenizer, TokenBytes
+from services.gateway.text.checkpoint import Checkpoint, read_checkpoint
+from services.gateway.text.detokenizer import Detokenizer, TokenBytes
 from shared.errors import BadRequest, ConfigError
 from shared.json_file import read_object
 

@@ -5,10 +5,38 @@ that the parts do not depend on how the tokens were batched. Pure.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from services.gateway.detokenizer import Detokenizer
-from services.gateway.glm import Content, Parser, Part, Reasoning
-from services.gateway.stops import StopScanner
+from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.text.glm import Content, Parser, Part, Reasoning
+from services.gateway.text.stops import StopScanner
+
+
+@dataclass(frozen=True)
+class LikelyToken:
+    """A token and how likely the model held it."""
+
+    token: str  # as a person reads it; control tokens by name
+    data: bytes  # what it stands for in UTF-8 text, which may be part of a code point
+    logprob: float
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One token of a text, with the likeliest ones at its place."""
+
+    token: str
+    data: bytes
+    logprob: float | None  # None for a prompt's first token
+    top: tuple[LikelyToken, ...] = ()
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What an answer has grown by: parts that are certain, logprobs of the tokens taken in."""
+
+    parts: Sequence[Part]
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 class Answer:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.answer import merge
-from services.gateway.glm import Content, GlmParser, Part, PlainParser, Reasoning, ToolCall
+from services.gateway.text.answer import merge
+from services.gateway.text.glm import Content, GlmParser, Part, PlainParser, Reasoning, ToolCall
 
 SCHEMAS = {
     "get_weather": {

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from services.gateway.generation import Usage
-from services.gateway.glm import Content, Part, Reasoning, ToolCall
+from services.gateway.text.glm import Content, Part, Reasoning, ToolCall
 from shared import farspan_pb2 as pb
 
 Json = dict[str, Any]

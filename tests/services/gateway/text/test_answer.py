@@ -5,8 +5,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.answer import Answer, merge
-from services.gateway.glm import Content, GlmParser, Part, Reasoning, ToolCall
+from services.gateway.text.answer import Answer, merge
+from services.gateway.text.glm import Content, GlmParser, Part, Reasoning, ToolCall
 from tests.services.gateway.stage import TOKENIZER
 
 TEXT = (

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.tokenizer import Tokenizer
 from shared.errors import BadRequest, ConfigError
 
-CHECKPOINT = Path(__file__).parents[3] / "checkpoints" / "demo-fp8"
+CHECKPOINT = Path(__file__).parents[4] / "checkpoints" / "demo-fp8"
 
 TOOL = {
     "type": "function",

@@ -8,9 +8,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.tokenizer import Tokenizer
 
-CHECKPOINT = Path(__file__).parents[3] / "checkpoints" / "demo-fp8"
+CHECKPOINT = Path(__file__).parents[4] / "checkpoints" / "demo-fp8"
 NUM_PLAIN_TOKENS = 4076  # control tokens follow
 
 

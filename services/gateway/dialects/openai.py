@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from services.gateway.bounds import refuse_endless
+from services.gateway.dialects.bounds import refuse_endless
 from services.gateway.failures import InvalidRequest
 
 MAX_INT = 2**31 - 1

@@ -1,0 +1,1 @@
+"""The public APIs: what each accepts, and what its answers look like."""

@@ -1,0 +1,1 @@
+"""Text and token ids: everything that knows the checkpoint's tokenizer, template and markup."""
