@@ -176,19 +176,20 @@ def test_a_step_that_could_not_tell_the_device_is_told_again(
 ) -> None:
     """A repeated step must not believe that its page table was sent."""
     policy = make_policy(ResidencyMode.MIXED, hot_rows=64, union_rows=64, num_device_pages=22)
-    tier = GpuTier(TierPools(SHAPE, DEVICE), GROUPS, policy, MAX_SEQUENCES)
-    sequence = tier.open([3, 1])
 
     def refuse(*_: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("full")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(gpu_tier, "sent", refuse)
-        with pytest.raises(torch.OutOfMemoryError):
-            tier.prepare([StepRange(sequence, 5, 6)])
-    tier.prepare([StepRange(sequence, 5, 6)])
+    with pinned_pool(SHAPE.host_bytes) as memory:
+        tier = GpuTier(TierPools(SHAPE, DEVICE, memory), GROUPS, policy, MAX_SEQUENCES)
+        sequence = tier.open([3, 1])
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu_tier, "sent", refuse)
+            with pytest.raises(torch.OutOfMemoryError):
+                tier.prepare([StepRange(sequence, 5, 6)])
+        tier.prepare([StepRange(sequence, 5, 6)])
 
-    assert int(tier.tables.first_rows[3]) >= 0
+        assert int(tier.tables.first_rows[3]) >= 0
 
 
 def test_a_sequence_that_could_not_be_opened_has_taken_nothing(

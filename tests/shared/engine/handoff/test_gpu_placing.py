@@ -149,7 +149,7 @@ def test_rows_of_two_owners_never_pass_as_one_block(ranks: list[Peer]) -> None:
     held = Held(1, 64, num_tokens=64, num_blocks=2, num_mla_layers=512, row_bytes=8192)
     regions = exported(ranks, held)
     importer, pages = importer_for(held, slots=1), Pages(held, HERE)
-    ranks[0].ask("churn", held.blocks[0].block_id, 0.004)
+    ranks[0].ask("churn", held.blocks[0].block_id, 0.016)
 
     accepted, refused = pull_while_it_changes(
         ranks[0], importer, pages, regions, wanted=5, within_s=30
