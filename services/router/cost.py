@@ -3,6 +3,7 @@
 Pure. Seconds make tokens, bytes and queues comparable; each figure stands in the decision's reason.
 """
 
+import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -39,15 +40,19 @@ class Bid(NamedTuple):
     num_device_pages: int  # decode: and in the device pool; 0 = the worker has not told
     earliest_s: float  # the first token cannot come sooner; 0 where nothing is measured
     figures: str
+    affinity: bytes  # of worker and session: a session prefers the same worker every time
 
     @property
-    def rank(self) -> tuple[bool, float, int, str]:
-        """Lower is better. Of equal ones the emptiest, so that what grows finds room everywhere.
+    def rank(self) -> tuple[bool, float, bytes, int, str]:
+        """Lower is better. Of equal ones the session's own, where the client tells a session: its
+        next turn may come before the index knows what this one leaves behind. Then the emptiest, so
+        that what grows finds room everywhere.
 
         Worker ids break ties, so the choice does not depend on any order.
         """
         num_empty = self.worker.heartbeat.load.empty_blocks
-        return self.must_wait, self.cost_s, -num_empty, self.worker.key.worker_id
+        name = self.worker.key.worker_id
+        return self.must_wait, self.cost_s, self.affinity, -num_empty, name
 
 
 def prefill_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates: Rates) -> Bid:
@@ -82,6 +87,7 @@ def prefill_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates
         earliest_s=before_s + own_s if is_measured else 0.0,
         figures=f"queue {queue_s:.3f} s, own {own_s:.3f} s, evicts {lost_s:.3f} s,"
         f" hit {hit_tokens} tokens",
+        affinity=_affinity(request, worker),
     )
 
 
@@ -153,7 +159,16 @@ def decode_bid(request: pb.PlaceRequest, worker: Worker, hit: Hit | None, rates:
         num_device_pages=device_pages,
         earliest_s=0.0,  # prefill sends the first token itself
         figures=f"import {import_s:.3f} s, pressure {pressure_s:.3f} s, hit {hit_tokens} tokens",
+        affinity=_affinity(request, worker),
     )
+
+
+def _affinity(request: pb.PlaceRequest, worker: Worker) -> bytes:
+    """By rendezvous hashing: who comes or goes moves no other session. Empty = no session."""
+    if not request.session:
+        return b""
+    text = f"{worker.key.worker_id} {request.session}"
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 def num_decode_pages(request: pb.PlaceRequest) -> int:

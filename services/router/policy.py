@@ -255,12 +255,13 @@ def _best(bids: Iterable[Bid]) -> dict[LayoutKey, Bid]:
     return best
 
 
-def _pair_rank(pair: tuple[Bid, Bid]) -> tuple[bool, bool, float, str, str]:
+def _pair_rank(pair: tuple[Bid, Bid]) -> tuple[bool, bool, float, bytes, str, str]:
     prefill, decode = pair
     return (
         prefill.must_wait,
         decode.must_wait,
         prefill.cost_s + decode.cost_s,
+        prefill.affinity,
         prefill.worker.key.worker_id,
         decode.worker.key.worker_id,
     )

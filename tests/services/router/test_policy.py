@@ -43,6 +43,32 @@ def test_the_shorter_queue_wins_without_hits() -> None:
     assert chosen(request(), fleet) == ("p1", "d1")
 
 
+def of_session(session: str) -> pb.PlaceRequest:
+    asked = request()
+    asked.session = session
+    return asked
+
+
+def test_a_session_stays_with_its_workers_where_nothing_else_decides() -> None:
+    """Whatever order they are known in, and while others come and go; many sessions use all."""
+    fleet = [prefill(f"p{n}") for n in range(4)] + [decode(f"d{n}") for n in range(4)]
+    first = {name: chosen(of_session(name), fleet) for name in map(str, range(64))}
+
+    smaller = [worker for worker in fleet if worker.key.worker_id not in ("p3", "d3")]
+    for name, (p, d) in first.items():
+        assert chosen(of_session(name), fleet[::-1]) == (p, d)
+        assert p == "p3" or chosen(of_session(name), smaller)[0] == p
+    assert {p for p, _ in first.values()} == {"p0", "p1", "p2", "p3"}
+
+
+def test_a_session_does_not_wait_where_another_worker_is_free() -> None:
+    """It decides between equals only."""
+    for name in map(str, range(8)):
+        fleet = [prefill("p0", load=load(waiting_tokens=50_000)), prefill("p1"), decode("d0")]
+
+        assert chosen(of_session(name), fleet)[0] == "p1"
+
+
 def test_a_hit_wins_over_a_small_queue_but_not_over_a_long_one() -> None:
     """Waiting is worth exactly the computing it saves, for everyone."""
     hits = device_hit("p0", 100)
