@@ -22,6 +22,7 @@ from services.router.promises import Promises
 from services.router.reservations import Reservations
 from services.router.view import Rates
 from shared import farspan_pb2 as pb
+from shared.access import ANONYMOUS
 from tests.services.router.fleets import chain, decode, prefill, request
 
 _NUM_PLACEMENTS = 500
@@ -80,7 +81,7 @@ async def _measure() -> dict[str, float]:
 async def _one_step(url: str) -> dict[str, float]:
     """A promise written, with nothing to decide."""
     took_s = []
-    async with aclosing(Ledger(url, None, 5.0)) as ledger:
+    async with aclosing(Ledger(url, ANONYMOUS, 5.0)) as ledger:
         await ledger.exchange([], [])
         for number in range(_NUM_PLACEMENTS):
             workers = pb.WorkerRef(worker_id="p0", epoch=1), pb.WorkerRef(worker_id="d0", epoch=1)
@@ -95,7 +96,7 @@ async def _one_step(url: str) -> dict[str, float]:
 
 async def _one_router(url: str, prompts: Sequence[pb.PlaceRequest]) -> dict[str, float]:
     alone_s, shared_s = [], []
-    async with aclosing(Ledger(url, None, 5.0)) as ledger:
+    async with aclosing(Ledger(url, ANONYMOUS, 5.0)) as ledger:
         alone, sharing = _Router(None), _Router(ledger)
         await sharing.reservations.open()
         for placing in prompts:
@@ -112,7 +113,10 @@ async def _one_router(url: str, prompts: Sequence[pb.PlaceRequest]) -> dict[str,
 
 async def _two_routers(url: str, prompts: Sequence[pb.PlaceRequest]) -> dict[str, float]:
     """Both as fast as they can, in one process: the most conflicts that there can be."""
-    async with aclosing(Ledger(url, None, 5.0)) as left, aclosing(Ledger(url, None, 5.0)) as right:
+    async with (
+        aclosing(Ledger(url, ANONYMOUS, 5.0)) as left,
+        aclosing(Ledger(url, ANONYMOUS, 5.0)) as right,
+    ):
         routers = _Router(left), _Router(right)
         for router in routers:
             await router.reservations.open()

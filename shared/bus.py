@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from urllib.parse import urlsplit
 
 import nats.errors
 from google.protobuf.message import DecodeError
@@ -18,7 +17,10 @@ from nats.aio.msg import Msg
 
 from shared import errors, tasks, telemetry
 from shared import farspan_pb2 as pb
+from shared.access import ANONYMOUS, Access, place
 from shared.errors import BadRequest, ConfigError, FarspanError, TooLong, WorkerLost, from_failure
+from shared.nats_access import options_of
+from shared.nats_client import SafeClient, Watch
 from shared.subjects import MessageT, ReplyT, RequestSubject, Subject
 
 logger = logging.getLogger(__name__)
@@ -37,14 +39,16 @@ _BUFFER_BYTES = 16 << 20
 
 
 @asynccontextmanager
-async def connect(url: str, name: str) -> AsyncIterator["Bus"]:
+async def connect(url: str, name: str, access: Access = ANONYMOUS) -> AsyncIterator["Bus"]:
     """A bus on the server at `url`; `name` is how the server's monitoring shows this process.
 
-    Raises ConfigError when no server answers at the start. Later the connection is restored for as
-    long as it takes. Leaving the block sends what was published.
+    `tls://` speaks TLS or not at all; credentials stand in the URL or in access. Raises ConfigError
+    when no server answers at the start, or not to us. Later the connection is restored for as long
+    as it takes. Leaving the block sends what was published.
     """
-    watch = _Watch()
-    client = Client()
+    watch = Watch()
+    options = options_of(url, access)
+    client = SafeClient()
     try:
         async with asyncio.timeout(_CONNECT_S):
             await client.connect(
@@ -59,13 +63,13 @@ async def connect(url: str, name: str) -> AsyncIterator["Bus"]:
                 error_cb=watch.failed,
                 disconnected_cb=watch.disconnected,
                 reconnected_cb=watch.reconnected,
+                **options,
             )
     except (TimeoutError, ValueError, nats.errors.Error) as error:
         watch.is_closing = True
         await client.close()
-        place = urlsplit(url).netloc.rpartition("@")[2]  # without a password
         reason = watch.last_error or str(error) or "no answer"
-        raise ConfigError(f"no NATS server at {place or url}: {reason}") from None
+        raise ConfigError(f"no NATS server at {place(url)}: {reason}") from None
     watch.is_started = True
     try:
         yield Bus(client)
@@ -257,31 +261,6 @@ class Bus:
                 await subscription.unsubscribe()
             async with turn:  # wait until a handler that was running has ended
                 pass
-
-
-class _Watch:
-    """Turns the client's callbacks into few log lines: while it retries it repeats itself."""
-
-    def __init__(self) -> None:
-        self.last_error = ""
-        self.is_started = False  # before that, `connect` tells what fails
-        self.is_closing = False
-
-    async def failed(self, error: Exception) -> None:
-        if isinstance(error, nats.errors.SlowConsumerError):
-            logger.error("a handler is too slow, a message on %s was dropped", error.subject)
-        elif str(error) != self.last_error:
-            self.last_error = str(error)
-            if self.is_started:
-                logger.warning("NATS: %s", error)
-
-    async def disconnected(self) -> None:
-        if not self.is_closing:
-            logger.warning("NATS: connection lost, reconnecting")
-
-    async def reconnected(self) -> None:
-        self.last_error = ""
-        logger.info("NATS: connected again")
 
 
 def _as_farspan(error: nats.errors.Error, name: str, num_bytes: int) -> FarspanError:

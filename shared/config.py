@@ -20,32 +20,56 @@ T = TypeVar("T")
 def load(cls: type[T], environ: Mapping[str, str], prefix: str) -> T:
     """A `cls` whose field `x_y` comes from the variable `<prefix>X_Y`, or from the field's default.
 
-    Raises ConfigError that names each unknown, missing or unparsable variable.
+    A field that is a dataclass takes its own fields from `<prefix>X_Y_<FIELD>`. Raises ConfigError
+    that names each unknown, missing or unparsable variable.
     """
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"{cls.__name__} is not a dataclass")
-    hints = typing.get_type_hints(cls)
-    fields = {prefix + field.name.upper(): field for field in dataclasses.fields(cls)}
+    known = _names(cls, prefix)
     problems = [
         f"{name} is not a setting"
         for name in sorted(environ)
-        if name.startswith(prefix) and name not in fields
+        if name.startswith(prefix) and name not in known
     ]
+    value = _read(cls, environ, prefix, problems)
+    if value is None:
+        raise ConfigError("; ".join(problems))
+    return value
+
+
+def _names(cls: Any, prefix: str) -> set[str]:
+    """Every variable that is read."""
+    names: set[str] = set()
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        name = prefix + field.name.upper()
+        hint = hints[field.name]
+        names |= _names(hint, f"{name}_") if dataclasses.is_dataclass(hint) else {name}
+    return names
+
+
+def _read(cls: type[T], environ: Mapping[str, str], prefix: str, problems: list[str]) -> T | None:
+    """A `cls`, or None when there are problems, which are added to those known."""
+    hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
-    for name, field in fields.items():
-        if name in environ:
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # `load` saw a dataclass
+        name, hint = prefix + field.name.upper(), hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            values[field.name] = _read(typing.cast(type, hint), environ, f"{name}_", problems)
+        elif name in environ:
             try:
-                values[field.name] = _parse(hints[field.name], environ[name])
+                values[field.name] = _parse(hint, environ[name])
             except ValueError as error:
                 problems.append(f"{name}={environ[name]!r} is not {error}")
         elif _is_required(field):
             problems.append(f"{name} is missing")
     if problems:
-        raise ConfigError("; ".join(problems))
+        return None
     try:
         return cls(**values)
     except ValueError as error:  # a check in the dataclass's own __post_init__
-        raise ConfigError(f"{prefix}*: {error}") from error
+        problems.append(f"{prefix}*: {error}")
+        return None
 
 
 def _is_required(field: "dataclasses.Field[Any]") -> bool:

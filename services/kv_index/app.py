@@ -213,11 +213,11 @@ async def serve(config: KvIndexConfig) -> AsyncIterator[int]:
     refuses us.
     """
     index = Index(config.max_blocks)
-    store = Store(config.redis_url, config.redis_ca_file)
+    store = Store(config.redis_url, config.redis)
     mirror = Mirror(index, store, check_interval_s=config.redis_check_interval_s)
     async with (
         aclosing(store),
-        bus.connect(config.nats_url, "kv_index") as link,
+        bus.connect(config.nats_url, "kv_index", config.nats) as link,
     ):
         try:
             await _load(index, store, mirror)
@@ -231,7 +231,7 @@ async def serve(config: KvIndexConfig) -> AsyncIterator[int]:
             lifecycle.health(
                 config.health_host, config.health_port, service.state, service.metrics
             ),
-            prefix_rpc.serve(config.grpc_address, service.longest_prefix) as port,
+            prefix_rpc.serve(config.grpc_address, service.longest_prefix, config.grpc) as port,
             link.listen(subjects.BLOCK_EVENTS, service.on_events),
             link.listen(subjects.HEARTBEAT, service.on_heartbeat),
         ):

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from shared.access import ANONYMOUS, Access
+
 
 @dataclass(frozen=True)
 class KvIndexConfig:
@@ -11,7 +13,10 @@ class KvIndexConfig:
     nats_url: str
     redis_url: str  # redis://[[user]:password@]host:port/db, or rediss:// for TLS
     grpc_address: str  # host:port to serve prefix queries on
-    redis_ca_file: Path | None = None  # whom rediss:// trusts; without it, those the system trusts
+    nats: Access = ANONYMOUS  # KV_INDEX_NATS_CREDENTIALS_FILE, _CA_FILE, _CERT_FILE, _KEY_FILE
+    redis: Access = ANONYMOUS
+    # Our certificate, the token that routers must bear, and the CA of their certificates.
+    grpc: Access = ANONYMOUS
     # Whether a Redis that does not answer at the start ends the process. False where somebody else
     # sees to it that Redis comes back: then the start is cold, and the copy is written afterwards.
     redis_required: bool = True

@@ -16,7 +16,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 from redis.exceptions import (
@@ -31,8 +30,9 @@ from redis.exceptions import (
 from services.kv_index import events, scripts
 from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, End, Life
 from services.kv_index.holdings import Delta, Extent
+from shared.access import ANONYMOUS, Access, place
 from shared.block_hash import HASH_BYTES
-from shared.redis_link import open_redis, place
+from shared.redis_link import open_redis
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +60,9 @@ class StoreRefused(StoreAway):
 class Store:
     """The durable copy. Every method raises StoreAway when Redis fails."""
 
-    def __init__(self, url: str, ca_file: Path | None = None) -> None:
-        """Raises ConfigError if the URL or the file cannot be used."""
-        self._redis = open_redis(url, ca_file, connect_timeout_s=_CONNECT_S)
+    def __init__(self, url: str, access: Access = ANONYMOUS) -> None:
+        """Raises ConfigError if the URL or the files cannot be used."""
+        self._redis = open_redis(url, access, connect_timeout_s=_CONNECT_S)
         self._append = self._redis.register_script(scripts.APPEND)
         self._replace = self._redis.register_script(scripts.REPLACE)
         self._retire = self._redis.register_script(scripts.RETIRE)

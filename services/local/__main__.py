@@ -1,4 +1,4 @@
-"""The command line `farspan`: serve, status, chat, replay-decisions."""
+"""The command line `farspan`: serve, status, chat, new-key, replay-decisions."""
 
 import argparse
 import os
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.local.chat import chat
+from services.local.new_key import print_new_key
 from services.local.plan import Options
 from services.local.replay import replay_decisions
 from services.local.serve import serve
@@ -54,7 +55,12 @@ def _status(given: argparse.Namespace) -> int:
 
 
 def _chat(given: argparse.Namespace) -> int:
-    return chat(given.url or f"http://127.0.0.1:{given.port}/v1", given.max_tokens)
+    url = given.url or f"http://127.0.0.1:{given.port}/v1"
+    return chat(url, given.max_tokens, os.environ.get("FARSPAN_API_KEY", ""))
+
+
+def _new_key(given: argparse.Namespace) -> int:
+    return print_new_key(given.name, given.tenant)
 
 
 def _replay(given: argparse.Namespace) -> int:
@@ -90,11 +96,16 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_status)
     _add_port(command)
 
-    command = commands.add_parser("chat", help="talk in this terminal")
+    command = commands.add_parser("chat", help="talk in this terminal; the key is FARSPAN_API_KEY")
     command.set_defaults(run=_chat)
     _add_port(command)
     command.add_argument("--url", help="an OpenAI-compatible base URL, instead of --port")
     command.add_argument("--max-tokens", type=_positive, default=1024)
+
+    command = commands.add_parser("new-key", help="make an API key and its entry for the file")
+    command.set_defaults(run=_new_key)
+    command.add_argument("name", help="who bears it: it stands in logs, never the key")
+    command.add_argument("--tenant", default="default", help="whose cached prompts it shares")
 
     command = commands.add_parser("replay-decisions", help="check that placements replay")
     command.set_defaults(run=_replay)

@@ -27,10 +27,13 @@ class Piece:
     is_thinking: bool
 
 
-def chat(base_url: str, max_tokens: int) -> int:
+def chat(base_url: str, max_tokens: int, api_key: str = "") -> int:
     """Talk until /quit or the end of the input; the exit code says whether every turn went well."""
     with httpx.Client(
-        base_url=base_url.rstrip("/") + "/", timeout=_TIMEOUT, trust_env=False
+        base_url=base_url.rstrip("/") + "/",
+        timeout=_TIMEOUT,
+        trust_env=False,
+        headers={"authorization": f"Bearer {api_key}"} if api_key else {},
     ) as http:
         model = _model(http, base_url)
         _survive_other_text()

@@ -6,10 +6,11 @@ and no service's code.
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.local import own_secret
 from services.local.servers import nats_command, redis_command
 from shared.device_name import later_device
 
@@ -57,10 +58,17 @@ def plan(options: Options, folder: Path, ports: Iterator[int]) -> list[Spec]:
     nats_url = f"nats://{HOST}:{nats_port}"
     grpc_address = f"{HOST}:{grpc_port}"
     trace_file = options.trace_file or folder / TRACE_FILE
+    ours = own_secret.files(folder)
+    login: Settings = {"CREDENTIALS_FILE": ours.secret.resolve()}
 
     def service(name: str, module: str, settings: Settings) -> Spec:
         prefix, port = module.upper(), next(ports)
-        common = {"NATS_URL": nats_url, "HEALTH_PORT": port, "TRACE_FILE": trace_file.resolve()}
+        common = {
+            "NATS_URL": nats_url,
+            **_named("NATS", login),
+            "HEALTH_PORT": port,
+            "TRACE_FILE": trace_file.resolve(),
+        }
         return Spec(
             name,
             (sys.executable, "-m", f"services.{module}"),
@@ -85,16 +93,22 @@ def plan(options: Options, folder: Path, ports: Iterator[int]) -> list[Spec]:
     decode: Settings = {**model, "KV_FORMAT": options.kv_format}
     ranks: Settings = {"RANKS": options.prefill_ranks, "INTERLEAVE": options.interleave}
     redis_url = f"redis://{HOST}:{redis_port}/0"
+    redis: Settings = {"REDIS_URL": redis_url, **_named("REDIS", login)}
     index: Settings = {
-        "REDIS_URL": redis_url,
+        **redis,
+        **_named("GRPC", login),
         "REDIS_REQUIRED": "false",  # it is ours, and started again when it dies
         "GRPC_ADDRESS": grpc_address,
     }
     return [
-        Spec("nats", tuple(nats_command(nats_port)), {}, nats_port, has_probe=False),
-        Spec("redis", tuple(redis_command(redis_port, folder)), {}, redis_port, has_probe=False),
+        _server("nats", nats_command(nats_port, ours.nats_conf), nats_port),
+        _server("redis", redis_command(redis_port, folder, ours.redis_conf), redis_port),
         service("kv_index", "kv_index", index),
-        service("router", "router", {"KV_INDEX_ADDRESS": grpc_address, "REDIS_URL": redis_url}),
+        service(
+            "router",
+            "router",
+            {"KV_INDEX_ADDRESS": grpc_address, **_named("KV_INDEX", login), **redis},
+        ),
         *(
             worker(
                 "prefill",
@@ -110,6 +124,15 @@ def plan(options: Options, folder: Path, ports: Iterator[int]) -> list[Spec]:
         ),
         service("gateway", "gateway", {"HOST": HOST, "PORT": options.port, **model}),
     ]
+
+
+def _server(name: str, command: Sequence[str], port: int) -> Spec:
+    return Spec(name, tuple(command), {}, port, has_probe=False)
+
+
+def _named(server: str, settings: Settings) -> Settings:
+    """The settings of how one server is reached."""
+    return {f"{server}_{key}": value for key, value in settings.items()}
 
 
 def environment(spec: Spec) -> dict[str, str]:

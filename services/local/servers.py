@@ -18,17 +18,23 @@ _NUM_TRIED = 10_000
 NATS_CONF = Path(__file__).parents[2] / "compose" / "nats.conf"
 
 
-def nats_command(port: int) -> list[str]:
-    """Run a NATS server on 127.0.0.1 with the limits of compose/nats.conf; nothing is stored."""
+def nats_command(port: int, conf: Path = NATS_CONF) -> list[str]:
+    """Run a NATS server on 127.0.0.1, with the limits of compose/nats.conf; nothing is stored.
+
+    A secret stands in a file of its own, which includes that one: others may read command lines.
+    """
     beside_python = Path(sys.executable).parent / "nats-server"
     binary = str(beside_python) if beside_python.exists() else shutil.which("nats-server")
     if binary is None:
         raise ConfigError("nats-server is not installed: run `make serve`, or add it to the PATH")
-    return [binary, "--config", str(NATS_CONF), "--addr", "127.0.0.1", "--port", str(port)]
+    return [binary, "--config", str(conf), "--addr", "127.0.0.1", "--port", str(port)]
 
 
-def redis_command(port: int, directory: Path) -> list[str]:
-    """Run a Redis-compatible server (Valkey) on 127.0.0.1; nothing is written to `directory`."""
+def redis_command(port: int, directory: Path, conf: Path | None = None) -> list[str]:
+    """Run a Redis-compatible server (Valkey) on 127.0.0.1; nothing is written to `directory`.
+
+    `conf` holds what others must not read in a command line.
+    """
     options = {
         "--bind": "127.0.0.1",
         "--port": str(port),
@@ -36,7 +42,8 @@ def redis_command(port: int, directory: Path) -> list[str]:
         "--save": "",
         "--appendonly": "no",
     }
-    return [str(get_binary_path()), *(part for pair in options.items() for part in pair)]
+    first = [str(get_binary_path()), *([str(conf)] if conf else [])]
+    return [*first, *(part for pair in options.items() for part in pair)]
 
 
 def free_port() -> int:

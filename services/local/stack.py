@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from services.local import checkpoint, child, probe, restarts, run_folder
+from services.local import checkpoint, child, own_secret, probe, restarts, run_folder
 from services.local.child import Child
 from services.local.plan import DRAIN_S, HOST, Options, Spec, plan
 from services.local.servers import free_ports
@@ -51,13 +51,13 @@ class Stack:
 
     @property
     def nats_url(self) -> str:
-        """The stack's own NATS server."""
-        return f"nats://{HOST}:{self._spec('nats').port}"
+        """The stack's own NATS server, with its secret."""
+        return f"nats://{self._secret}@{HOST}:{self._spec('nats').port}"
 
     @property
     def redis_url(self) -> str:
-        """The stack's own Redis."""
-        return f"redis://{HOST}:{self._spec('redis').port}/0"
+        """The stack's own Redis, with its secret."""
+        return f"redis://:{self._secret}@{HOST}:{self._spec('redis').port}/0"
 
     def log(self, name: str) -> Path:
         """Where the output of a process goes."""
@@ -68,6 +68,7 @@ class Stack:
         probe.require_free(HOST, self.port)
         async with AsyncExitStack() as stack:
             stack.enter_context(run_folder.held(self.folder))
+            self._secret = stack.enter_context(own_secret.made(self.folder))
             self._report("Farspan is starting NATS, Redis and its services; Ctrl-C stops them all.")
             self._guard = stack.enter_context(child.guarded())
             stack.push_async_callback(self._stop)
@@ -190,7 +191,7 @@ class Stack:
         """Leave word for `farspan status`."""
         running = run_folder.Running(
             base_url=self.base_url,
-            nats_url=self.nats_url,
+            nats_url=f"nats://{HOST}:{self._spec('nats').port}",
             probes={spec.name: spec.port for spec in self._specs if spec.has_probe},
             servers={spec.name: spec.port for spec in self._specs if not spec.has_probe},
         )

@@ -5,10 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from services.local import probe, run_folder
+from services.local import own_secret, probe, run_folder
 from services.local.run_folder import Running
 from shared import farspan_pb2 as pb
 from shared import subjects
+from shared.access import Access
 from shared.bus import connect
 from shared.errors import ConfigError
 
@@ -21,7 +22,8 @@ def status(port: int) -> int:
     if running is None:
         print(f"the stack with its gateway at port {port} is starting or stopping")
         return 1
-    states, heartbeats = asyncio.run(_ask(running))
+    access = Access(own_secret.files(run_folder.of_port(port)).secret)
+    states, heartbeats = asyncio.run(_ask(running, access))
     print(f"{running.base_url}\n")
     print(table(("service", "state", "probe"), _services(running, states)))
     print()
@@ -39,7 +41,9 @@ def _running(folder: Path, which: str) -> Running | None:
     return run_folder.announced(folder)
 
 
-async def _ask(running: Running) -> tuple[dict[str, str | None], list[pb.Heartbeat]]:
+async def _ask(
+    running: Running, access: Access
+) -> tuple[dict[str, str | None], list[pb.Heartbeat]]:
     latest: dict[str, pb.Heartbeat] = {}
 
     async def hear(heartbeat: pb.Heartbeat) -> None:
@@ -47,7 +51,7 @@ async def _ask(running: Running) -> tuple[dict[str, str | None], list[pb.Heartbe
 
     reasons = asyncio.gather(*map(probe.unready_service, running.probes.values()))
     async with (
-        connect(running.nats_url, "farspan-status") as bus,
+        connect(running.nats_url, "farspan-status", access) as bus,
         bus.listen(subjects.HEARTBEAT, hear),
     ):
         await asyncio.sleep(_LISTEN_S)

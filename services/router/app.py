@@ -275,9 +275,9 @@ def _check(request: pb.PlaceRequest) -> float:
 async def serve(config: RouterConfig) -> AsyncIterator[Router]:
     """The router at work inside the block. Raises ConfigError when NATS is missing at the start."""
     async with (
-        bus.connect(config.nats_url, "router") as link,
-        prefix_rpc.connect(config.kv_index_address) as index,
-        ledger.opened(config.redis_url, config.redis_ca_file, config.redis_timeout_s) as shared,
+        bus.connect(config.nats_url, "router", config.nats) as link,
+        prefix_rpc.connect(config.kv_index_address, config.kv_index) as index,
+        ledger.opened(config.redis_url, config.redis, config.redis_timeout_s) as shared,
     ):
         router = Router(config, link, index, shared)
         service = NatsService("router", _CONTRACT_VERSION, "Chooses workers.", router.details)

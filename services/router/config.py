@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.router.view import Rates
+from shared.access import ANONYMOUS, Access
 
 
 def _fresh_id() -> str:
@@ -21,7 +22,10 @@ class RouterConfig:
     # Where the routers of a fleet share their promises: redis://[[user]:password@]host:port/db, or
     # rediss:// for TLS; empty = this router is the only one.
     redis_url: str = ""
-    redis_ca_file: Path | None = None  # whom rediss:// trusts; without it, those the system trusts
+    # ROUTER_NATS_CREDENTIALS_FILE, _CA_FILE, _CERT_FILE, _KEY_FILE; the other two alike.
+    nats: Access = ANONYMOUS
+    redis: Access = ANONYMOUS
+    kv_index: Access = ANONYMOUS
     redis_timeout_s: float = 0.25  # of one step; an outage holds requests up once for this long
     id: str = field(default_factory=_fresh_id)  # stands in this router's decisions
     decisions_kept: int = 2000  # the latest; about 8 KB each in a fleet of 32

@@ -14,11 +14,11 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from redis.exceptions import RedisError
 
 from shared import farspan_pb2 as pb
+from shared.access import Access
 from shared.redis_link import open_redis
 
 _KEYS = (
@@ -151,9 +151,9 @@ class News:
 class Ledger:
     """One router's view of the ledger. Every step raises LedgerAway when Redis fails."""
 
-    def __init__(self, url: str, ca_file: Path | None, timeout_s: float) -> None:
-        """Raises ConfigError if the URL or the file cannot be used."""
-        self._redis = open_redis(url, ca_file, connect_timeout_s=timeout_s)
+    def __init__(self, url: str, access: Access, timeout_s: float) -> None:
+        """Raises ConfigError if the URL or the files cannot be used."""
+        self._redis = open_redis(url, access, connect_timeout_s=timeout_s)
         self._step = self._redis.register_script(_STEP)
         self._timeout_s = timeout_s
         self._id = uuid.uuid4().hex
@@ -217,12 +217,12 @@ class Ledger:
 
 
 @asynccontextmanager
-async def opened(url: str, ca_file: Path | None, timeout_s: float) -> AsyncIterator[Ledger | None]:
+async def opened(url: str, access: Access, timeout_s: float) -> AsyncIterator[Ledger | None]:
     """Where promises are shared; None without a URL: this router is the only one."""
     if not url:
         yield None
         return
-    async with aclosing(Ledger(url, ca_file, timeout_s)) as ledger:
+    async with aclosing(Ledger(url, access, timeout_s)) as ledger:
         yield ledger
 
 

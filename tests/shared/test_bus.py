@@ -2,18 +2,21 @@ import asyncio
 import json
 import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import trustme
 from nats.aio.msg import Msg
 
 from services.local.servers import free_port, nats_command
 from shared import farspan_pb2 as pb
 from shared import subjects, telemetry
+from shared.access import Access
 from shared.bus import Bus, connect
 from shared.errors import BadRequest, ConfigError, FarspanError, Overloaded, TooLong, WorkerLost
-from tests.local_server import own_nats
+from tests.local_server import LocalServer, own_nats
 
 
 @pytest.fixture
@@ -332,3 +335,117 @@ async def _start(port: int) -> "subprocess.Popen[bytes]":
                 writer.close()
                 await writer.wait_closed()
                 return server
+
+
+@dataclass(frozen=True)
+class Secured:
+    """A server that knows one user and speaks TLS alone."""
+
+    address: str
+    folder: Path
+
+    def access(self, login: str, **files: Path) -> Access:
+        """What a client has that knows `login`."""
+        file = self.folder / "credentials"
+        file.write_text(f"{login}\n")
+        return Access(file, self.folder / "ca.pem", **files)
+
+
+@pytest.fixture
+def secured(tmp_path: Path) -> Iterator[Secured]:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    for name in ("127.0.0.1", "client"):
+        pair = authority.issue_cert(name)
+        pair.cert_chain_pems[0].write_to_path(tmp_path / f"{name}.pem")
+        pair.private_key_pem.write_to_path(tmp_path / f"{name}.key")
+    port = free_port()
+    conf = tmp_path / "nats.conf"
+    conf.write_text(
+        'authorization {users: [{user: "farspan", password: "right"}]}\n'
+        f'tls {{cert_file: "{tmp_path}/127.0.0.1.pem", key_file: "{tmp_path}/127.0.0.1.key",'
+        f' ca_file: "{tmp_path}/ca.pem", verify: true}}\n'
+    )
+    server = LocalServer(nats_command(port, conf), port, tmp_path)
+    server.start()
+    yield Secured(server.address, tmp_path)
+    server.kill()
+
+
+async def test_a_bus_may_ask_for_user_certificate_and_ca(secured: Secured) -> None:
+    files = {"cert_file": secured.folder / "client.pem", "key_file": secured.folder / "client.key"}
+    url = f"tls://{secured.address}"
+    async with connect(url, "known", secured.access("farspan:right", **files)) as bus:
+        assert await bus.answers(2.0)
+
+
+@pytest.mark.parametrize(
+    ("login", "has_certificate", "told"),
+    [
+        pytest.param("farspan:wr0ng", True, "Authorization", id="a-wrong-password"),
+        pytest.param("farspan:wr0ng", False, "no answer|[Cc]ert|closed", id="no-certificate"),
+    ],
+)
+async def test_who_is_not_known_is_told_so_without_the_password(
+    secured: Secured,
+    login: str,
+    has_certificate: bool,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shared.bus._CONNECT_S", 1.0)
+    names = {"cert_file": "client.pem", "key_file": "client.key"} if has_certificate else {}
+    access = secured.access(login, **{key: secured.folder / name for key, name in names.items()})
+    with pytest.raises(ConfigError, match=told) as refused:
+        async with connect(f"tls://{secured.address}", "stranger", access):
+            pass
+    assert "wr0ng" not in str(refused.value)
+
+
+async def test_a_server_without_tls_is_told_nothing(
+    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who stands between could else ask for the password in the clear."""
+    monkeypatch.setattr("shared.bus._CONNECT_S", 1.0)
+    (tmp_path / "credentials").write_text("farspan:right")
+    with pytest.raises(ConfigError, match="does not speak TLS"):
+        async with connect(
+            nats_url.replace("nats://", "tls://"), "careful", Access(tmp_path / "credentials")
+        ):
+            pass
+
+
+async def test_a_token_opens_the_bus_too(tmp_path: Path) -> None:
+    port = free_port()
+    conf = tmp_path / "nats.conf"
+    conf.write_text('authorization {token: "0f-one"}')
+    file = tmp_path / "credentials"
+    file.write_text("0f-one\n")
+    server = LocalServer(nats_command(port, conf), port, tmp_path)
+    try:
+        server.start()
+        async with connect(f"nats://{server.address}", "known", Access(file)) as bus:
+            assert await bus.answers(2.0)
+        async with connect(f"nats://0f-one@{server.address}", "known") as bus:
+            assert await bus.answers(2.0)
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize(
+    ("url", "files", "told"),
+    [
+        ("nats://127.0.0.1:1", {"ca_file": "ca"}, "needs tls://"),
+        ("nats://user:s3cret@127.0.0.1:1", {"credentials_file": "ca"}, "URL and in a file"),
+        ("nats://user:s3/cret@127.0.0.1:1", {}, "cannot be used"),
+    ],
+)
+async def test_settings_that_contradict_each_other_are_refused(
+    url: str, files: dict[str, str], told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "ca").write_text("x:y")
+    access = Access(**{key: tmp_path / name for key, name in files.items()})
+    with pytest.raises(ConfigError, match=told) as refused:
+        async with connect(url, "nobody", access):
+            pass
+    assert "s3" not in str(refused.value)

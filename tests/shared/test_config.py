@@ -91,3 +91,38 @@ def test_all_problems_are_reported_at_once() -> None:
 def test_a_check_of_the_dataclass_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="num_blocks must be positive"):
         load_with(T_NUM_BLOCKS="0")
+
+
+@dataclass(frozen=True)
+class Inner:
+    port: int = 1
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.port < 0:
+            raise ValueError("port must not be negative")
+
+
+@dataclass(frozen=True)
+class Outer:
+    host: str
+    link: Inner = Inner()
+
+
+def test_a_dataclass_inside_takes_variables_of_its_own() -> None:
+    assert load(Outer, {"T_HOST": "h", "T_LINK_PORT": "7"}, "T_") == Outer("h", Inner(7))
+    assert load(Outer, {"T_HOST": "h"}, "T_") == Outer("h", Inner())
+
+
+def test_what_is_wrong_inside_is_told_with_the_rest() -> None:
+    environ = {"T_LINK_PORT": "x", "T_LINK_COLOUR": "red", "T_LINK": "?"}
+    with pytest.raises(ConfigError) as refused:
+        load(Outer, environ, "T_")
+
+    told = str(refused.value)
+    assert "T_LINK_PORT='x' is not int" in told
+    assert "T_LINK_COLOUR is not a setting" in told
+    assert "T_LINK is not a setting" in told
+    assert "T_HOST is missing" in told
+    with pytest.raises(ConfigError, match=r"T_LINK_\*: port must not be negative"):
+        load(Outer, {"T_HOST": "h", "T_LINK_PORT": "-1"}, "T_")

@@ -3,9 +3,11 @@ import json
 from pathlib import Path
 
 import pytest
+import trustme
 
 from shared import farspan_pb2 as pb
 from shared import prefix_rpc, telemetry
+from shared.access import Access
 from shared.errors import BadRequest, ConfigError
 from shared.prefix_rpc import IndexAway
 
@@ -116,3 +118,90 @@ async def _first_answer(client: prefix_rpc.PrefixClient) -> pb.PrefixHits:
                 return await client.longest_prefix(pb.PrefixQuery(), timeout_s=1)
             except IndexAway:
                 await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def papers(tmp_path: Path) -> Path:
+    """A CA, a server's and a client's certificate, and a token."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    for name in ("127.0.0.1", "client"):
+        pair = authority.issue_cert(name)
+        pair.cert_chain_pems[0].write_to_path(tmp_path / f"{name}.pem")
+        pair.private_key_pem.write_to_path(tmp_path / f"{name}.key")
+    (tmp_path / "token").write_text("right\n")
+    (tmp_path / "wrong").write_text("wrong\n")
+    return tmp_path
+
+
+def as_server(papers: Path) -> Access:
+    return Access(
+        papers / "token", papers / "ca.pem", papers / "127.0.0.1.pem", papers / "127.0.0.1.key"
+    )
+
+
+async def test_a_known_client_is_answered_over_tls(papers: Path) -> None:
+    client = Access(
+        papers / "token", papers / "ca.pem", papers / "client.pem", papers / "client.key"
+    )
+    async with (
+        prefix_rpc.serve("127.0.0.1:0", lambda _: HITS, as_server(papers)) as port,
+        prefix_rpc.connect(f"127.0.0.1:{port}", client) as asking,
+    ):
+        assert await asking.longest_prefix(pb.PrefixQuery(), timeout_s=5) == HITS
+
+
+@pytest.mark.parametrize(
+    ("client", "told"),
+    [
+        pytest.param({}, "UNAVAILABLE", id="in-the-clear"),
+        pytest.param({"ca_file": "ca.pem"}, "UNAVAILABLE", id="without-a-certificate"),
+        pytest.param(
+            {"ca_file": "ca.pem", "cert_file": "client.pem", "key_file": "client.key"},
+            "UNAUTHENTICATED",
+            id="without-a-token",
+        ),
+        pytest.param(
+            {
+                "credentials_file": "wrong",
+                "ca_file": "ca.pem",
+                "cert_file": "client.pem",
+                "key_file": "client.key",
+            },
+            "UNAUTHENTICATED",
+            id="with-a-wrong-token",
+        ),
+    ],
+)
+async def test_a_stranger_is_not_answered(client: dict[str, str], told: str, papers: Path) -> None:
+    """Hashes tell who asked the same thing before."""
+    asked: list[pb.PrefixQuery] = []
+
+    def answer(query: pb.PrefixQuery) -> pb.PrefixHits:
+        asked.append(query)
+        return HITS
+
+    access = Access(**{key: papers / name for key, name in client.items()})
+    async with (
+        prefix_rpc.serve("127.0.0.1:0", answer, as_server(papers)) as port,
+        prefix_rpc.connect(f"127.0.0.1:{port}", access) as asking,
+    ):
+        with pytest.raises(IndexAway, match=told) as refused:
+            await asking.longest_prefix(pb.PrefixQuery(), timeout_s=2)
+    assert "right" not in str(refused.value)
+    assert not asked
+
+
+async def test_files_that_cannot_be_used_end_the_start(papers: Path) -> None:
+    with pytest.raises(ConfigError, match="token"):
+        async with prefix_rpc.serve(
+            "127.0.0.1:0",
+            lambda _: HITS,
+            Access(None, None, papers / "token", papers / "token"),
+        ):
+            pass
+    with pytest.raises(ConfigError, match="needs a certificate"):
+        async with prefix_rpc.serve(
+            "127.0.0.1:0", lambda _: HITS, Access(ca_file=papers / "ca.pem")
+        ):
+            pass

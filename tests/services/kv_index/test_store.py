@@ -11,6 +11,7 @@ from services.kv_index.events import DEVICE_BIT, HOST_BIT, Change, End, Life, bl
 from services.kv_index.holdings import Delta, Extent
 from services.kv_index.store import Store, StoreAway, StoreRefused
 from services.local.servers import free_port, redis_command
+from shared.access import Access
 from shared.errors import ConfigError
 from tests.local_server import LocalServer
 from tests.tls_front import tls_front
@@ -253,7 +254,7 @@ async def test_tls_is_spoken_with_those_that_the_ca_file_vouches_for(
 ) -> None:
     """And with nobody else: block hashes tell who asked the same thing before."""
     url = f"rediss://127.0.0.1:{tls_port}/0"
-    async with aclosing(Store(url, tmp_path / "ca.pem")) as store:
+    async with aclosing(Store(url, Access(ca_file=tmp_path / "ca.pem"))) as store:
         await store.append(Delta(life, 0, 1, (on_device(A, B),)))
         assert await load(store, life.worker_id) == (life, 1, dict.fromkeys((A, B), DEVICE_BIT))
 
@@ -276,7 +277,7 @@ def test_settings_that_cannot_work_are_the_operators_fault(
     """Told at the start, by place and without the password."""
     (tmp_path / "ca.pem").write_text("")
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1") as refused:
-        Store(url, tmp_path / ca_file if ca_file else None)
+        Store(url, Access(ca_file=tmp_path / ca_file if ca_file else None))
 
     assert "secret" not in str(refused.value)
 

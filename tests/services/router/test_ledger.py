@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from services.local.servers import free_port, redis_command
 from services.router.ledger import Entry, Ledger, LedgerAway
 from shared import farspan_pb2 as pb
+from shared.access import ANONYMOUS, Access
 from shared.errors import ConfigError
 from tests.local_server import LocalServer
 from tests.services.router.fleets import chain
@@ -29,13 +30,13 @@ async def url(redis_url: str) -> str:
 
 @pytest.fixture
 async def ledger(url: str) -> AsyncIterator[Ledger]:
-    async with aclosing(Ledger(url, None, 5.0)) as ledger:
+    async with aclosing(Ledger(url, ANONYMOUS, 5.0)) as ledger:
         yield ledger
 
 
 @pytest.fixture
 async def other(url: str) -> AsyncIterator[Ledger]:
-    async with aclosing(Ledger(url, None, 5.0)) as ledger:
+    async with aclosing(Ledger(url, ANONYMOUS, 5.0)) as ledger:
         yield ledger
 
 
@@ -194,7 +195,7 @@ async def test_a_router_that_starts_is_told_everything(ledger: Ledger, url: str)
     await ledger.exchange([entry("a"), entry("b"), entry("c")], [])
     await ledger.exchange([], ["b"])
 
-    async with aclosing(Ledger(url, None, 5.0)) as fresh:
+    async with aclosing(Ledger(url, ANONYMOUS, 5.0)) as fresh:
         refused = await fresh.make(entry("d"))
 
         assert refused.is_whole and not refused.is_new_life and not refused.is_written
@@ -207,7 +208,7 @@ async def test_a_lease_ends_by_itself(ledger: Ledger, url: str) -> None:
     await ledger.exchange([entry("a", lifetime_ms=30)], [])
     await asyncio.sleep(0.05)
 
-    async with aclosing(Ledger(url, None, 5.0)) as fresh:
+    async with aclosing(Ledger(url, ANONYMOUS, 5.0)) as fresh:
         assert not (await fresh.exchange([], [])).changes
 
 
@@ -242,7 +243,7 @@ async def test_a_router_that_fell_far_behind_is_told_everything(
 
 async def test_many_routers_agree_on_who_was_first(url: str) -> None:
     """Each retries until it is written: nobody is lost, and each knew all before it."""
-    ledgers = [Ledger(url, None, 5.0) for _ in range(4)]
+    ledgers = [Ledger(url, ANONYMOUS, 5.0) for _ in range(4)]
     known: list[list[str]] = [[] for _ in ledgers]
     order: list[tuple[int, str]] = []
 
@@ -266,7 +267,7 @@ async def test_many_routers_agree_on_who_was_first(url: str) -> None:
 async def test_a_redis_that_is_away_is_told_at_once_and_without_its_password() -> None:
     """Placements go on by the router's own promises; retrying here would hold them up."""
     url = f"redis://:secret@127.0.0.1:{free_port()}/0"
-    async with aclosing(Ledger(url, None, 5.0)) as ledger:
+    async with aclosing(Ledger(url, ANONYMOUS, 5.0)) as ledger:
         with pytest.raises(LedgerAway) as failed:
             async with asyncio.timeout(1):
                 await ledger.make(entry("a"))
@@ -284,7 +285,7 @@ async def test_a_redis_with_a_password_lets_in_who_knows_it(tmp_path: Path) -> N
     try:
         for password, is_let_in in (("secret", True), ("wrong", False)):
             url = f"redis://:{password}@127.0.0.1:{port}/0"
-            async with aclosing(Ledger(url, None, 5.0)) as ledger:
+            async with aclosing(Ledger(url, ANONYMOUS, 5.0)) as ledger:
                 if is_let_in:
                     assert (await ledger.make(entry("a"))).is_whole
                 else:
@@ -301,9 +302,9 @@ async def test_tls_is_spoken_with_those_that_the_ca_file_vouches_for(
     ca_file = tmp_path / "ca.pem"
     async with tls_front(url, ca_file) as port:
         secure = f"rediss://127.0.0.1:{port}/5"
-        async with aclosing(Ledger(secure, ca_file, 5.0)) as ledger:
+        async with aclosing(Ledger(secure, Access(ca_file=ca_file), 5.0)) as ledger:
             await ledger.exchange([entry("a")], [])
-        async with aclosing(Ledger(secure, None, 5.0)) as ledger:
+        async with aclosing(Ledger(secure, ANONYMOUS, 5.0)) as ledger:
             with pytest.raises(LedgerAway, match="certificate"):
                 await ledger.make(entry("b"))
 
@@ -322,7 +323,7 @@ def test_settings_that_cannot_work_are_the_operators_fault(
     """Told at the start, by place and without the password."""
     (tmp_path / "ca.pem").write_text("")
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1") as refused:
-        Ledger(url, tmp_path / ca_file if ca_file else None, 1.0)
+        Ledger(url, Access(ca_file=tmp_path / ca_file if ca_file else None), 1.0)
 
     assert "secret" not in str(refused.value)
 
@@ -347,7 +348,7 @@ async def test_a_silent_redis_costs_at_most_the_time_limit() -> None:
     """It accepts the connection and never answers (D16)."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
-        async with aclosing(Ledger(url, None, 0.1)) as ledger:
+        async with aclosing(Ledger(url, ANONYMOUS, 0.1)) as ledger:
             async with asyncio.timeout(2):
                 with pytest.raises(LedgerAway, match=r"no answer within 0\.1 s"):
                     await ledger.make(entry("a"))

@@ -16,6 +16,7 @@ from services.router.reservations import Reservations
 from services.router.view import Promised, Rates
 from shared import farspan_pb2 as pb
 from shared import tasks
+from shared.access import ANONYMOUS
 from tests.local_server import LocalServer
 from tests.services.router.fleets import chain, decode, load, prefill, request
 
@@ -70,7 +71,7 @@ async def routers(
     async with AsyncExitStack() as stack:
         sides = []
         for _ in range(num_routers):
-            ledger = await stack.enter_async_context(aclosing(Ledger(url, None, 5.0)))
+            ledger = await stack.enter_async_context(aclosing(Ledger(url, ANONYMOUS, 5.0)))
             side = RouterSide(ledger, fleet)
             await side.reservations.open()
             stack.push_async_callback(side.reservations.close)
