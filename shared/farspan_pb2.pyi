@@ -94,7 +94,7 @@ class Failure(_message.Message):
     def __init__(self, kind: _Optional[_Union[FailureKind, str]] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class PlaceRequest(_message.Message):
-    __slots__ = ("request_id", "model", "block_hashes", "num_prompt_tokens", "max_new_tokens", "deadline_unix_ms", "excluded", "priority", "known_as", "gateway_id")
+    __slots__ = ("request_id", "model", "block_hashes", "num_prompt_tokens", "max_new_tokens", "deadline_unix_ms", "excluded", "priority", "known_as", "gateway_id", "session")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,7 @@ class PlaceRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     KNOWN_AS_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     block_hashes: bytes
@@ -115,7 +116,8 @@ class PlaceRequest(_message.Message):
     priority: int
     known_as: _containers.RepeatedScalarFieldContainer[str]
     gateway_id: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., deadline_unix_ms: _Optional[int] = ..., excluded: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ..., priority: _Optional[int] = ..., known_as: _Optional[_Iterable[str]] = ..., gateway_id: _Optional[str] = ...) -> None: ...
+    session: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., block_hashes: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., deadline_unix_ms: _Optional[int] = ..., excluded: _Optional[_Iterable[_Union[WorkerRef, _Mapping]]] = ..., priority: _Optional[int] = ..., known_as: _Optional[_Iterable[str]] = ..., gateway_id: _Optional[str] = ..., session: _Optional[str] = ...) -> None: ...
 
 class Placement(_message.Message):
     __slots__ = ("prefill", "decode", "prefill_hit_tokens", "decode_hit_tokens", "reason")

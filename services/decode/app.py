@@ -15,6 +15,7 @@ from services.decode.config import DecodeConfig
 from services.decode.intake import Intake
 from services.decode.life import Rank
 from services.decode.offers import Terms
+from services.decode.outbox import Outbox
 from services.decode.parts import NUM_LANES, Parts, open_parts
 from services.decode.prefills import Prefills
 from services.decode.report import Report
@@ -24,6 +25,7 @@ from shared import bus, lifecycle, subjects, tasks
 from shared import farspan_pb2 as pb
 from shared.bus import Bus
 from shared.errors import WorkerLost
+from shared.grammar import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +119,7 @@ async def serve(config: DecodeConfig) -> AsyncIterator[DecodeService]:
 
     Raises ConfigError when NATS, NIXL or the checkpoint is missing or does not fit.
     """
-    async with bus.connect(config.nats_url, config.worker_id) as link:
+    async with bus.connect(config.nats_url, config.worker_id, config.nats) as link:
         health = _Health(link)
         async with (
             lifecycle.health(config.health_host, config.health_port, health.state),
@@ -142,6 +144,7 @@ async def _working(config: DecodeConfig, link: Bus, parts: Parts) -> AsyncIterat
             tasks.background(
                 service.watch_steps(),
                 service.rank.blocks.announce(),
+                service.rank.outbox.send(),
                 service.give_back_memory(),
             ),
             _subscribed(service, config.worker_id),
@@ -171,9 +174,12 @@ def _assemble(
     )
     scheduler = DecodeScheduler(capacity, parts.engine.policy, num_draft_tokens=0)
     model = parts.engine.config
+    vocabulary = Vocabulary(config.checkpoint, model.vocab_size)
     rank = Rank(
         worker=worker,
         bus=link,
+        outbox=Outbox(link),
+        vocabulary=vocabulary,
         scheduler=scheduler,
         blocks=Blocks(worker, shape.num_host_pages, link),
         steps=steps,
@@ -186,7 +192,7 @@ def _assemble(
     terms = Terms(
         worker,
         parts.layout,
-        model.vocab_size,
+        vocabulary,
         model.max_position,
         parts.importer.reads_gpu_memory,
     )

@@ -5,6 +5,7 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shared.access import ANONYMOUS, Access
 from shared.device_name import cuda_ordinal
 from shared.engine.kv.residency import ResidencyMode
 
@@ -38,6 +39,7 @@ class DecodeConfig:
     drain_s: float = 30.0
     health_host: str = "127.0.0.1"
     health_port: int = 0
+    nats: Access = ANONYMOUS  # DECODE_NATS_CREDENTIALS_FILE, _CA_FILE, _CERT_FILE, _KEY_FILE
     trace_file: Path | None = None
     otlp_endpoint: str = ""
 

@@ -75,8 +75,10 @@ class Intake:
             raise request.stopped.result()
         if len(done.last_hidden) != self._hidden_bytes:
             raise BadRequest(f"a hidden state has {self._hidden_bytes} bytes")
-        if done.first_token_id >= self._terms.vocab_size:
+        if done.first_token_id >= self._terms.vocabulary.size:
             raise BadRequest("the first token is not in the vocabulary")
+        if request.offer.sampling.HasField("num_logprobs") != done.HasField("first_logprobs"):
+            raise BadRequest("the first token's logprobs are told iff they were asked for")
         request.hand_over(done)
         self._handed_over.add(request.id)
         return pb.Accepted()
@@ -133,7 +135,7 @@ class Intake:
         offers.check(offer, self._terms, time.time() * 1000)
         if self._rank.scheduler.num_waiting >= self._max_waiting:
             raise Overloaded(f"{self._max_waiting} requests wait for room already")
-        stream = TokenStream(self._rank.bus, self._terms.worker, offer)
+        stream = TokenStream(self._rank.bus, self._rank.outbox, self._terms.worker, offer)
         request = Request(offer, stream, self._terms.max_position)
         self._rank.scheduler.enqueue(request.id, request.num_tokens, request.longest_answer)
         self._rank.prefills.note(offer.prefill)

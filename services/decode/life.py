@@ -13,8 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+
 from services.decode.answer import Answer
 from services.decode.blocks import Blocks, Holding
+from services.decode.outbox import Outbox
 from services.decode.prefills import Prefills
 from services.decode.pull_window import PullWindow
 from services.decode.request import Request
@@ -24,10 +27,12 @@ from shared import farspan_pb2 as pb
 from shared import subjects, telemetry
 from shared.block_hash import BLOCK_TOKENS
 from shared.bus import Bus
+from shared.engine.drawing import Drawing
 from shared.engine.handoff.importer import KvImporter, PullRequest
 from shared.engine.handoff.landing import Landing
 from shared.engine.handoff.placing import Destination
 from shared.errors import DeadlineExceeded, FarspanError, WorkerLost
+from shared.grammar import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +48,8 @@ class Rank:
 
     worker: pb.WorkerRef
     bus: Bus
+    outbox: Outbox
+    vocabulary: Vocabulary
     scheduler: DecodeScheduler
     blocks: Blocks
     steps: StepThread
@@ -76,7 +83,8 @@ class Life:
             await self._give_back()
             return
         end.usage.CopyFrom(self._usage())
-        await asyncio.gather(request.stream.finish(end), self._give_back())
+        stages = request.stages.told
+        await asyncio.gather(request.stream.finish(end, stages), self._give_back())
 
     async def _until_stopped(self) -> pb.FinishReason:
         """Serve, unless the request is stopped or its time is up. Raises FarspanError only."""
@@ -105,6 +113,7 @@ class Life:
         request, rank = self._request, self._rank
         lease = asyncio.create_task(self._keep_lease())
         try:
+            answer = await self._answer()
             await self._wait_for_room()
             await self._import()
         finally:
@@ -112,11 +121,25 @@ class Life:
         release = pb.Release(request_id=request.id, decode=rank.worker)
         await rank.bus.publish(subjects.RELEASE, release, worker=request.offer.prefill.worker_id)
         request.is_released = True
-        return await self._generate()
+        return await self._generate(answer)
+
+    async def _answer(self) -> Answer:
+        """While prefill computes. Raises BadRequest for a grammar that cannot be used."""
+        request, asked = self._request, self._request.offer.sampling
+        token_ids = np.frombuffer(request.offer.token_ids, "<u4")
+        resumed, vocabulary = request.offer.num_resumed_tokens, self._rank.vocabulary
+        if asked.HasField("grammar"):  # the first one of all takes seconds
+            drawing = await asyncio.to_thread(Drawing, asked, token_ids, resumed, vocabulary)
+        else:
+            drawing = Drawing(asked, token_ids, resumed, vocabulary)
+        return Answer(drawing, asked.stop_token_ids, request.longest_answer)
 
     async def _wait_for_room(self) -> None:
         request = self._request
-        with telemetry.span("decode.queue", num_tokens=request.num_tokens) as span:
+        with (
+            telemetry.span("decode.queue", num_tokens=request.num_tokens) as span,
+            request.stages.stage("decode.queue", request.num_tokens),
+        ):
             await request.admitted.wait()
             allocation = self._holding.allocation
             span.set(hit_tokens=allocation.hit_tokens)
@@ -141,7 +164,8 @@ class Life:
                     await request.progress.wait()
                     continue
                 began_s = time.monotonic()
-                num_bytes += await self._pull(pulled, end, destination)
+                with request.stages.stage("handoff.pull", end - pulled):
+                    num_bytes += await self._pull(pulled, end, destination)
                 reading_s += time.monotonic() - began_s
                 pulled = end
             num_blocks = -(-(pulled - allocation.hit_tokens) // BLOCK_TOKENS)
@@ -169,15 +193,14 @@ class Life:
             raise
         return counts.num_bytes
 
-    async def _generate(self) -> pb.FinishReason:
-        request, rank = self._request, self._rank
-        offer, done = request.offer, request.done
+    async def _generate(self, answer: Answer) -> pb.FinishReason:
+        request, rank, done = self._request, self._rank, self._request.done
         assert done is not None
-        answer = Answer(offer.sampling, offer.num_resumed_tokens, request.longest_answer)
         token_id = done.first_token_id
         finish = answer.add(token_id)
         rank.scheduler.start(request.id)
         rank.scheduler.advance(request.id, 1)
+        stage = request.stages.begin("decode.generate")
         with telemetry.span("decode.generate") as span:
             if finish is None:
                 begin = Begin(request.id, token_id, request.num_tokens, done.last_hidden, answer)
@@ -185,14 +208,15 @@ class Life:
             while finish is None:
                 result = await request.results.get()
                 if isinstance(result, Broken):
-                    raise FarspanError(result.reason)
+                    raise result.error
                 rank.blocks.wrote(self._holding, [token_id])
                 rank.scheduler.advance(request.id, 1)
                 token_id, finish = result.token_id, result.finish
-                request.stream.add(token_id)
+                request.stream.add(token_id, result.logprobs)
                 if finish is None:
-                    await request.stream.flush()
+                    request.stream.flush()
             span.set(tokens=answer.num_tokens)
+        stage.end(answer.num_tokens)
         return finish
 
     async def _keep_lease(self) -> None:

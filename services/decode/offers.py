@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from services.decode.answer import longest_answer
 from shared import farspan_pb2 as pb
+from shared import sampling
 from shared.block_hash import BLOCK_TOKENS, HASH_BYTES, token_ids
 from shared.errors import BadRequest, DeadlineExceeded, TooLong, WorkerLost
+from shared.grammar import Vocabulary
 from shared.layout_key import LayoutKey
 
 
@@ -20,7 +22,7 @@ class Terms:
 
     worker: pb.WorkerRef
     layout: pb.KvLayout
-    vocab_size: int
+    vocabulary: Vocabulary
     max_position: int
     reads_gpu_memory: bool
 
@@ -34,13 +36,10 @@ def check(offer: pb.HandoffOffer, terms: Terms, now_unix_ms: float) -> None:
     if not (offer.request_id and offer.gateway_id and offer.prefill.epoch and offer.lease_ms):
         raise BadRequest("an offer needs a request, a gateway, a prefill worker and a lease")
     _check_layout(offer.layout, terms.layout)
-    num_tokens = _check_tokens(offer, terms.vocab_size)
+    num_tokens = _check_tokens(offer, terms.vocabulary.size)
     _check_blocks(offer, num_tokens)
     _check_ranks(offer.ranks, terms)
-    if any(token_id >= terms.vocab_size for token_id in offer.sampling.stop_token_ids):
-        raise BadRequest(f"stop tokens are of the vocabulary of {terms.vocab_size}")
-    if not offer.sampling.max_new_tokens:
-        raise BadRequest("an offer needs room for an answer")
+    sampling.check(offer.sampling, terms.vocabulary.size)
     if longest_answer(offer.sampling, num_tokens, terms.max_position) < 1:
         raise TooLong(f"{num_tokens} tokens leave no room within {terms.max_position} positions")
     if offer.deadline_unix_ms <= now_unix_ms:

@@ -9,6 +9,7 @@ from services.decode.token_stream import TokenStream
 from services.decode.worker import Result
 from shared import farspan_pb2 as pb
 from shared.errors import FarspanError
+from shared.stages import Stages
 
 
 class Request:
@@ -20,6 +21,7 @@ class Request:
         self.num_tokens = len(offer.token_ids) // 4
         self.longest_answer = longest_answer(offer.sampling, self.num_tokens, max_position)
         self.stream = stream
+        self.stages = Stages()
         self.holding: Holding | None = None
         self.admitted = asyncio.Event()  # holding is set
         self.progress = asyncio.Event()  # more can be pulled
@@ -49,7 +51,7 @@ class Request:
         """The prompt is complete; the first token is out."""
         if self.done is None:
             self.done = done
-            self.stream.begin(done.first_token_id, done.num_cached_tokens)
+            self.stream.begin(done)
             self.progress.set()
 
     def stop(self, reason: FarspanError) -> None:

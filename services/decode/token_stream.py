@@ -6,9 +6,11 @@ Delivery on the bus is at most once, so all tokens are kept and resent from any 
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 
+from services.decode.outbox import Outbox
 from shared import farspan_pb2 as pb
-from shared import subjects
+from shared import logprobs, subjects
 from shared.block_hash import token_bytes
 from shared.bus import Bus
 from shared.errors import FarspanError
@@ -23,14 +25,18 @@ _GRACE_S = 10.0  # after the deadline; a gateway that is gone then will not come
 class TokenStream:
     """The tokens of one attempt, prefill's first one included."""
 
-    def __init__(self, bus: Bus, worker: pb.WorkerRef, offer: pb.HandoffOffer) -> None:
+    def __init__(
+        self, bus: Bus, outbox: Outbox, worker: pb.WorkerRef, offer: pb.HandoffOffer
+    ) -> None:
         self._bus = bus
         self._worker = worker
         self._request_id = offer.request_id
         self._gateway_id = offer.gateway_id
         self._first_index = offer.num_resumed_tokens
         self._give_up_at_s = offer.deadline_unix_ms / 1000 + _GRACE_S
+        self._outbox = outbox
         self._tokens: list[int] = []
+        self._logprobs: list[pb.TokenLogprobs] = []  # of each token, if they are asked for
         self._num_sent = 0
         self._cached_tokens = 0
 
@@ -39,27 +45,32 @@ class TokenStream:
         """The whole answer so far, resumed tokens included."""
         return self._first_index + len(self._tokens)
 
-    def begin(self, first_token_id: int, cached_tokens: int) -> None:
+    def begin(self, done: pb.PrefillDone) -> None:
         """The first token, which prefill has sent."""
-        self._tokens = [first_token_id]
+        self._tokens = [done.first_token_id]
+        if done.HasField("first_logprobs"):
+            self._logprobs = [done.first_logprobs]
         self._num_sent = 1
-        self._cached_tokens = cached_tokens
+        self._cached_tokens = done.num_cached_tokens
 
-    def add(self, token_id: int) -> None:
+    def add(self, token_id: int, told: pb.TokenLogprobs | None) -> None:
         """Keep the next token for `flush` or `finish`."""
         self._tokens.append(token_id)
+        if told is not None:
+            self._logprobs.append(told)
 
-    async def flush(self) -> None:
-        """Send the tokens that were not sent yet."""
-        await self._send(self._first_index + self._num_sent)
+    def flush(self) -> None:
+        """Send the tokens that were not sent yet, with those of other answers."""
+        self._outbox.put(self._message(self._first_index + self._num_sent), self._gateway_id)
         self._num_sent = len(self._tokens)
 
     async def resend(self, from_index: int) -> None:
         """Send again what was sent, from this index on."""
         if self._first_index <= from_index < self._first_index + self._num_sent:
-            await self._send(from_index)
+            batch = pb.TokenBatch(messages=[self._message(from_index)])
+            await self._bus.publish(subjects.TOKENS, batch, gateway=self._gateway_id)
 
-    async def finish(self, end: pb.End) -> None:
+    async def finish(self, end: pb.End, stages: Sequence[pb.Stage]) -> None:
         """Send what is left, with the end; repeat until the gateway has everything.
 
         A gateway that does not answer until some time after the deadline is taken for gone.
@@ -69,6 +80,7 @@ class TokenStream:
             self._num_sent = len(self._tokens)
             message = self._message(next_index)
             message.end.CopyFrom(end)
+            message.stages.extend(stages)
             try:
                 reply = await self._bus.request(
                     subjects.TOKENS_END,
@@ -91,18 +103,14 @@ class TokenStream:
                 await asyncio.sleep(_PAUSE_S)
             next_index = max(reply.next_index, self._first_index)
 
-    async def _send(self, index: int) -> None:
-        message = self._message(index)
-        if message.token_ids:
-            batch = pb.TokenBatch(messages=[message])
-            await self._bus.publish(subjects.TOKENS, batch, gateway=self._gateway_id)
-
     def _message(self, index: int) -> pb.Tokens:
         place = index - self._first_index
+        told = self._logprobs[place:]
         return pb.Tokens(
             request_id=self._request_id,
             sender=self._worker,
             index=index,
             token_ids=token_bytes(self._tokens[place:]),
             cached_tokens=self._cached_tokens if place == 0 else 0,
+            logprobs=logprobs.joined(told) if told else None,
         )

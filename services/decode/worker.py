@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,7 +24,8 @@ from shared import lifecycle
 from shared.engine.decode_step import DecodeEngine, DecodeOutput, DecodeRow, hidden_from_bytes
 from shared.engine.kv.fetch_plan import GroupCounters
 from shared.engine.kv.page_residency import PagedSequence
-from shared.errors import WorkerLost
+from shared.engine.step import Sampling
+from shared.errors import FarspanError, WorkerLost
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class Produced:
     request_id: str
     token_id: int
     finish: pb.FinishReason | None  # why the answer ends with this token
+    logprobs: pb.TokenLogprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Broken:
     """A sequence that cannot go on; nothing of its last step may be used."""
 
     request_id: str
-    reason: str
+    error: FarspanError
 
 
 Result = Produced | Broken
@@ -69,7 +72,8 @@ Result = Produced | Broken
 
 @dataclass
 class _Running:
-    row: _Row
+    position: int  # of the newest token, which is not cached yet
+    row: Callable[[Sampling], _Row]  # how a token is drawn is decided just before the step
     answer: Answer
 
 
@@ -157,14 +161,9 @@ class StepThread:
 
         def run() -> None:
             hidden = hidden_from_bytes(begin.last_hidden, self._engine.config.hidden_size)
-            row = DecodeRow(
-                sequence=self._sequences[begin.request_id],
-                token_id=begin.token_id,
-                position=begin.position,
-                previous_hidden=hidden,
-                sampling=begin.answer.next_sampling(),
-            )
-            self._running[begin.request_id] = _Running(row, begin.answer)
+            sequence = self._sequences[begin.request_id]
+            row = partial(DecodeRow, sequence, begin.token_id, begin.position, hidden)
+            self._running[begin.request_id] = _Running(begin.position, row, begin.answer)
 
         return self._command(run)
 
@@ -223,13 +222,26 @@ class StepThread:
             command.execute()
 
     def _step(self) -> list[Result]:
-        ids = list(self._running)
+        rows, refused = self._rows()
+        if not rows:
+            return refused
         begun_s = time.monotonic()
         self._step_began_s = begun_s
-        outputs = self._outputs([self._running[request_id].row for request_id in ids])
+        outputs = self._outputs([row for _, row in rows])
         self._step_began_s = None
-        self._pace.note(len(ids), time.monotonic() - begun_s)
-        return [self._take(*pair) for pair in zip(ids, outputs, strict=True)]
+        self._pace.note(len(rows), time.monotonic() - begun_s)
+        ids = [request_id for request_id, _ in rows]
+        return refused + [self._take(*pair) for pair in zip(ids, outputs, strict=True)]
+
+    def _rows(self) -> tuple[list[tuple[str, _Row]], list[Result]]:
+        rows: list[tuple[str, _Row]] = []
+        refused: list[Result] = []
+        for request_id, running in list(self._running.items()):
+            try:
+                rows.append((request_id, running.row(running.answer.next_sampling())))
+            except FarspanError as error:  # its grammar allows nothing
+                refused.append(self._broken(request_id, error))
+        return rows, refused
 
     def _outputs(self, rows: Sequence[_Row]) -> list[DecodeOutput | BaseException]:
         try:
@@ -259,19 +271,24 @@ class StepThread:
 
     def _take(self, request_id: str, output: DecodeOutput | BaseException) -> Result:
         if isinstance(output, BaseException):
-            del self._running[request_id]
-            return Broken(request_id, f"the engine refused the step: {output}")
+            error = FarspanError(f"the engine refused the step: {output}")
+            return self._broken(request_id, error)
         self._num_failed = 0
         running = self._running[request_id]
-        finish = running.answer.add(output.token_id)
+        try:
+            finish = running.answer.add(output.token_id)
+        except FarspanError as error:
+            return self._broken(request_id, error)
         if finish is None:
-            running.row = DecodeRow(
-                sequence=running.row.sequence,
-                token_id=output.token_id,
-                position=running.row.position + 1,
-                previous_hidden=output.hidden,
-                sampling=running.answer.next_sampling(),
+            sequence = self._sequences[request_id]
+            running.position += 1
+            running.row = partial(
+                DecodeRow, sequence, output.token_id, running.position, output.hidden
             )
         else:
             del self._running[request_id]
-        return Produced(request_id, output.token_id, finish)
+        return Produced(request_id, output.token_id, finish, output.logprobs)
+
+    def _broken(self, request_id: str, error: FarspanError) -> Broken:
+        del self._running[request_id]
+        return Broken(request_id, error)

@@ -22,6 +22,7 @@ from shared.bus import Bus
 from shared.engine import ranks
 from shared.engine.kv.allocator import BlockAllocator
 from shared.errors import FarspanError, Overloaded
+from shared.grammar import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +53,10 @@ class Prefill:
         self._journal = BlockJournal(worker)
         allocator = BlockAllocator(config.num_blocks, ranks=config.ranks)
         self.worker = Worker(engine, allocator, self._journal, link, config.chunk_tokens)
-        self.answers = Answers(link, worker)
+        self.answers = Answers(link)
         source = Source(worker, engine.layout, engine.regions, config.lease_s)
-        door = Door(worker, config.model, engine.vocab_size, engine.max_position)
+        vocabulary = Vocabulary(config.checkpoint, engine.vocab_size)
+        door = Door(worker, config.model, vocabulary, engine.max_position)
         around = Surroundings(link, self.worker, self.answers, source)
         self.requests = Requests(around, door, config.max_requests)
         limits = pb.Limits(
@@ -70,7 +72,7 @@ class Prefill:
         try:
             if self._heartbeats.state != pb.SERVICE_STATE_READY:
                 raise Overloaded("this prefill worker is about to stop")
-            self.requests.accept(submit)
+            await self.requests.accept(submit)
         except FarspanError as error:
             return pb.SubmitReply(failure=error.as_failure())
         return pb.SubmitReply(accepted=pb.Accepted())
@@ -116,7 +118,7 @@ async def serve(config: PrefillConfig) -> AsyncIterator[Prefill]:
     exception group when a rank is lost later.
     """
     worker = pb.WorkerRef(worker_id=config.worker_id, epoch=time.time_ns())
-    async with bus.connect(config.nats_url, config.worker_id) as link:
+    async with bus.connect(config.nats_url, config.worker_id, config.nats) as link:
         heartbeats = Heartbeats(link, worker, config.model)
         async with (
             lifecycle.health(config.health_host, config.health_port, heartbeats.readiness),

@@ -93,6 +93,7 @@ class Handoff:
             first_token_id=sampled.token_id,
             last_hidden=sampled.last_hidden,
             num_cached_tokens=num_cached_tokens,
+            first_logprobs=sampled.logprobs,
         )
         self._is_done_sent = True
         while not self.is_handed_over:

@@ -3,7 +3,6 @@
 Pure; knows this worker's limits, nothing of its load.
 """
 
-import math
 import re
 from dataclasses import dataclass
 
@@ -11,9 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shared import farspan_pb2 as pb
+from shared import sampling
 from shared.block_hash import BLOCK_TOKENS, HASH_BYTES, BlockHash, unpack
+from shared.engine.drawing import Drawing
 from shared.engine.step import Sampling
 from shared.errors import BadRequest, DeadlineExceeded, TooLong, WorkerLost
+from shared.grammar import Vocabulary
 
 _TOKEN_BYTES = 4
 _ID = re.compile(r"[A-Za-z0-9_-]+")  # what a NATS subject token may hold
@@ -25,7 +27,7 @@ class Door:
 
     worker: pb.WorkerRef
     model: str
-    vocab_size: int
+    vocabulary: Vocabulary
     max_position: int
 
 
@@ -40,9 +42,10 @@ def check(submit: pb.Submit, door: Door, now_ms: float) -> None:
         raise BadRequest(f"a sequence of {num_tokens} tokens has {num_hashes} block hashes")
     if len(submit.hash_root) != HASH_BYTES:
         raise BadRequest("a request needs the root of its block hashes")
-    if int(token_array(submit).max()) >= door.vocab_size:
+    if int(token_array(submit).max()) >= door.vocabulary.size:
         raise BadRequest("a token id is outside the vocabulary")
-    _check_sampling(submit.sampling, door.vocab_size)
+    sampling.check(submit.sampling, door.vocabulary.size)
+    sampling.check_prompt_logprobs(submit.sampling, num_tokens - submit.num_resumed_tokens)
     if num_tokens + submit.sampling.max_new_tokens > door.max_position:
         raise TooLong(f"the model holds {door.max_position} tokens, prompt and answer together")
     if submit.deadline_unix_ms <= now_ms:
@@ -59,17 +62,13 @@ def block_hashes(submit: pb.Submit) -> list[BlockHash]:
     return unpack(submit.block_hashes)
 
 
-def first_sampling(submit: pb.Submit) -> Sampling:
-    """How the first token is drawn: at its place in the whole answer."""
-    asked = submit.sampling
-    return Sampling(
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        seed=asked.seed,
-        index=submit.num_resumed_tokens,
-        banned_token_ids=tuple(asked.stop_token_ids) if asked.min_new_tokens > 0 else (),
-    )
+def first_sampling(submit: pb.Submit, vocabulary: Vocabulary) -> Sampling:
+    """How the first token is drawn: at its place in the whole answer.
+
+    Raises BadRequest for a grammar that cannot be used; compiling one takes milliseconds.
+    """
+    resumed, asked = submit.num_resumed_tokens, submit.sampling
+    return Drawing(asked, token_array(submit), resumed, vocabulary).next()
 
 
 def _check_ids(submit: pb.Submit, door: Door) -> None:
@@ -83,14 +82,3 @@ def _check_ids(submit: pb.Submit, door: Door) -> None:
         raise BadRequest("a request without a gateway to answer")
     if not _ID.fullmatch(submit.decode.worker_id) or not submit.decode.epoch:
         raise BadRequest("a request without a decode worker")
-
-
-def _check_sampling(sampling: pb.SamplingParams, vocab_size: int) -> None:
-    if sampling.max_new_tokens < 1:
-        raise BadRequest("max_new_tokens must be at least 1")
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise BadRequest("the temperature must be a number of at least 0")
-    if not 0 < sampling.top_p <= 1:
-        raise BadRequest("top_p must be in (0, 1]")
-    if any(token_id >= vocab_size for token_id in sampling.stop_token_ids):
-        raise BadRequest("a stop token is outside the vocabulary")

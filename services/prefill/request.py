@@ -15,8 +15,10 @@ from services.prefill.handoff import Handoff, Source
 from services.prefill.work import Work
 from services.prefill.worker import Worker
 from shared import farspan_pb2 as pb
-from shared import tasks, telemetry
+from shared import logprobs, tasks, telemetry
+from shared.block_hash import token_bytes
 from shared.bus import Bus
+from shared.engine.step import Sampled
 from shared.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -48,7 +50,12 @@ class Request:
         self._work = work
         self._handoff = Handoff(around.bus, around.source, submit, around.clock)
         self._interrupted: asyncio.Future[FarspanError] = asyncio.get_running_loop().create_future()
-        self._token_ids: list[int] = []  # sent to the gateway
+        # What the gateway is told of the answer; without tokens until there is one.
+        self._message = pb.Tokens(
+            request_id=submit.request_id,
+            sender=around.source.worker,
+            index=submit.num_resumed_tokens,
+        )
         # From now on, not from the life's first turn: a step may begin before that.
         self._queueing = telemetry.start("prefill.queue", num_tokens=work.num_tokens)
 
@@ -64,7 +71,7 @@ class Request:
         reason = end.failure.message or "the answer ended with its first token"
         kind = end.failure.kind or pb.FAILURE_KIND_CANCELLED
         await self._handoff.abort(pb.Failure(kind=kind, message=reason))
-        await self._around.answers.end(self.submit, self._token_ids, end)
+        await self._around.answers.end(self.submit, self._message, end)
 
     def interrupt(self, error: FarspanError) -> None:
         """End it with this error, unless it has ended; after the handoff only free its blocks."""
@@ -140,14 +147,30 @@ class Request:
 
     async def _first_token(self) -> pb.End | None:
         """Send it as soon as it is there; the end if it is also the last."""
-        token_id = (await self._work.sampled).token_id
-        self._token_ids.append(token_id)
-        await self._around.answers.first(self.submit, token_id, self._usage().cached_tokens)
+        sampled = await self._work.sampled
+        token_id = sampled.token_id
+        self._message.token_ids = token_bytes([token_id])
+        self._message.cached_tokens = self._usage().cached_tokens
+        self._tell_details(sampled)
+        await self._around.answers.first(self._message, self.submit.gateway_id)
         if token_id in self.submit.sampling.stop_token_ids:
             return pb.End(reason=pb.FINISH_REASON_STOP, usage=self._usage())
         if self.submit.sampling.max_new_tokens == 1:
             return pb.End(reason=pb.FINISH_REASON_LENGTH, usage=self._usage())
         return None
+
+    def _tell_details(self, sampled: Sampled) -> None:
+        """What goes with the first token besides itself."""
+        work, message = self._work, self._message
+        if sampled.logprobs is not None:
+            message.logprobs.CopyFrom(sampled.logprobs)
+        if work.num_prompt_logprobs is not None:
+            num_prompt = work.num_tokens - self.submit.num_resumed_tokens
+            told = logprobs.of_prompt(work.prompt_logprobs, work.num_prompt_logprobs, num_prompt)
+            message.prompt_logprobs.CopyFrom(told)
+        if work.telling is not None:
+            work.telling.end(1)
+        message.stages.extend(work.stages.told)
 
     async def _hand_over(self) -> None:
         with telemetry.span("handoff.done"):
@@ -162,5 +185,5 @@ class Request:
         return pb.Usage(
             prompt_tokens=num_prompt,
             cached_tokens=min(hit, num_prompt),
-            generated_tokens=num_resumed + len(self._token_ids),
+            generated_tokens=num_resumed + bool(self._message.token_ids),
         )

@@ -11,7 +11,9 @@ from services.prefill.request import Request, Surroundings
 from services.prefill.work import Work
 from shared import farspan_pb2 as pb
 from shared import subjects, tasks, telemetry
-from shared.errors import BadRequest, Overloaded, WorkerLost
+from shared.engine.step import Sampling
+from shared.errors import BadRequest, Cancelled, Overloaded, WorkerLost
+from shared.recent import Recent
 
 _LEASE_CHECK_S = 0.25
 _LAST_WORDS_S = 3.0  # for the ends of requests that a stopping worker leaves behind
@@ -26,6 +28,7 @@ class Requests:
         self._max_requests = max_requests
         self._living: dict[str, Request] = {}
         self._lives: set[asyncio.Task[None]] = set()
+        self._cancelled = Recent()  # perhaps while its grammar was compiled
 
     @asynccontextmanager
     async def ended_on_exit(self) -> AsyncIterator[None]:
@@ -36,19 +39,22 @@ class Requests:
             self.end_all()
             await tasks.finish(self._lives, _LAST_WORDS_S)
 
-    def accept(self, submit: pb.Submit) -> None:
+    async def accept(self, submit: pb.Submit) -> None:
         """Take a request in; from now on it ends exactly once. Raises why it is refused."""
         intake.check(submit, self._door, time.time() * 1000)
-        if submit.request_id in self._living:
-            raise BadRequest(f"request {submit.request_id} is already here")
-        if len(self._living) >= self._max_requests:
-            raise Overloaded(f"{self._max_requests} requests are here already")
+        self._check_room(submit)
+        sampling = await self._first_sampling(submit)
+        self._check_room(submit)
+        asked = submit.sampling
         work = Work(
             request_id=submit.request_id,
             token_ids=intake.token_array(submit),
             hashes=intake.block_hashes(submit),
-            sampling=intake.first_sampling(submit),
+            sampling=sampling,
             trace=telemetry.inject(),
+            num_prompt_logprobs=(
+                asked.num_prompt_logprobs if asked.HasField("num_prompt_logprobs") else None
+            ),
         )
         self._around.worker.enqueue(work)
         request = Request(self._around, submit, work)
@@ -56,6 +62,20 @@ class Requests:
         life = asyncio.create_task(self._live(request))
         self._lives.add(life)
         life.add_done_callback(self._lives.discard)
+
+    def _check_room(self, submit: pb.Submit) -> None:
+        if submit.request_id in self._living:
+            raise BadRequest(f"request {submit.request_id} is already here")
+        if submit.request_id in self._cancelled:
+            raise Cancelled("the request was cancelled before it was accepted")
+        if len(self._living) >= self._max_requests:
+            raise Overloaded(f"{self._max_requests} requests are here already")
+
+    async def _first_sampling(self, submit: pb.Submit) -> Sampling:
+        vocabulary = self._door.vocabulary
+        if submit.sampling.HasField("grammar"):  # the first one of all takes seconds
+            return await asyncio.to_thread(intake.first_sampling, submit, vocabulary)
+        return intake.first_sampling(submit, vocabulary)
 
     def end_all(self) -> None:
         """End them as lost: a retryable error, since others can serve them."""
@@ -76,6 +96,7 @@ class Requests:
 
     async def on_cancel(self, cancel: pb.Cancel) -> None:
         """See subjects.CANCEL."""
+        self._cancelled.add(cancel.request_id)
         if request := self._living.get(cancel.request_id):
             request.cancel()
 

@@ -119,7 +119,7 @@ class Worker:
 
     def _allocate(self, request_id: str) -> int | None:
         work = self._works[request_id]
-        allocation = self._allocator.allocate(work.num_tokens, work.hashes)
+        allocation = self._allocator.allocate(work.num_tokens, work.hashes, may_hit=work.may_hit)
         if allocation is None:
             return None
         for block_hash in work.hashes[allocation.hit_tokens // BLOCK_TOKENS :]:
@@ -182,6 +182,7 @@ class Worker:
             copies=tuple(copy for part in parts for copy in _copies(part)),
         )
         spans = [_span(part) for part in parts]
+        stages = [part.work.stages.begin("prefill.chunk") for part in parts]
         begun_s = time.monotonic()
         try:
             result = await self._runner.run(step)
@@ -190,6 +191,8 @@ class Worker:
                 span.end()
         num_tokens = sum(part.planned.end - part.planned.first for part in parts)
         self._throughput.add(num_tokens, time.monotonic() - begun_s)
+        for part, stage in zip(parts, stages, strict=True):
+            stage.end(part.planned.end - part.planned.first)
         self._finish(parts, result)
         await asyncio.sleep(0)  # first tokens leave before anything else
 
@@ -205,11 +208,14 @@ class Worker:
             num_recomputed=num_recomputed,
             block_ids=tuple(part.allocation.block_ids[: self._allocator.blocks_for(planned.end)]),
             sampling=work.sampling if planned.end == work.num_tokens else None,
+            num_prompt_logprobs=work.num_prompt_logprobs,
         )
 
     def _finish(self, parts: Sequence[_Part], result: StepResult) -> None:
         live = [part for part in parts if self._works.get(part.work.request_id) is part.work]
         for part in live:
+            if told := result.prompt_logprobs.get(part.work.request_id):
+                part.work.prompt_logprobs.append(told)
             self._allocator.publish(part.allocation, part.planned.end)
             first, end = part.planned.first // BLOCK_TOKENS, part.planned.end // BLOCK_TOKENS
             self._stop_computing(part.work, part.work.hashes[first:end])
@@ -234,7 +240,7 @@ class Worker:
 
 
 def _num_usable(work: Work) -> int:
-    return num_usable_blocks(work.num_tokens, work.hashes)
+    return 0 if not work.may_hit else num_usable_blocks(work.num_tokens, work.hashes)
 
 
 def _first(work: Work, is_so: Callable[[BlockHash], bool]) -> int:

@@ -15,7 +15,7 @@ from shared.engine.kv.page_residency import StepRange
 from shared.engine.kv.residency import ResidencyPolicy
 from shared.engine.model.config import ModelConfig
 from shared.engine.model.transformer import StepRows, Transformer
-from shared.engine.sampler import sample
+from shared.engine.sampler import asked_logprobs, sample
 from shared.engine.tiles import torch_alone
 
 
@@ -48,10 +48,13 @@ class CpuDecodeEngine:
             StepRows(positions - 1, len(rows), 0),
             self._kv(queries, 1),
         )
-        drawn = sample(self._model.logits(hidden), [row.sampling for row in rows])
+        samplings = [row.sampling for row in rows]
+        logits = self._model.logits(hidden)
+        drawn = sample(logits, samplings)
+        told = asked_logprobs(logits, drawn, samplings)
         for row in rows:
             self.tier.confirm(row.sequence)
-        return [DecodeOutput(token, row) for token, row in zip(drawn, hidden, strict=True)]
+        return [DecodeOutput(*each) for each in zip(drawn, hidden, told, strict=True)]
 
     def _kv(self, queries: Sequence[QueryRow], first_position: int) -> DecodeKv:
         return DecodeKv(

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from shared import farspan_pb2 as pb
 from shared.engine.kv.fetch_plan import GroupCounters
 from shared.engine.kv.page_residency import PagedSequence
 from shared.engine.kv.residency import ResidencyPolicy
@@ -36,6 +37,7 @@ class DecodeOutput:
 
     token_id: int
     hidden: torch.Tensor  # [hidden]: the next step's previous_hidden
+    logprobs: pb.TokenLogprobs | None = None  # of the token, where they were asked for
 
 
 class Tier(Protocol[AnySequence]):

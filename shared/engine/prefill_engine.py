@@ -4,13 +4,19 @@ Knows tensors and its place in the group; knows nothing of requests' lives, othe
 network.
 """
 
+import numpy as np
 import torch
 
+from shared import farspan_pb2 as pb
+from shared.engine.likeliest import of_rows
 from shared.engine.model.transformer import Transformer
 from shared.engine.prefill_kv import KvContext, PrefillKv, StepLayout
-from shared.engine.sampler import sample
+from shared.engine.sampler import asked_logprobs, sample
 from shared.engine.step import Chunk, PrefillStep, Sampled, StepResult
 from shared.engine.tiles import torch_alone
+from shared.logprobs import joined
+
+_ROWS_AT_ONCE = 256  # of logits: 160 MB with GLM-5.3's vocabulary
 
 
 class PlanMismatch(Exception):
@@ -39,7 +45,7 @@ class PrefillEngine:
         if not step.chunks:
             return StepResult({})
         hidden = self.hidden(step)
-        return StepResult(self._sample(step.chunks, hidden))
+        return StepResult(self._sample(step.chunks, hidden), self._tell(step.chunks, hidden))
 
     @torch.inference_mode()
     def hidden(self, step: PrefillStep) -> torch.Tensor:  # [step tokens, hidden]
@@ -72,11 +78,35 @@ class PrefillEngine:
             return {}
         rows = hidden[[row for _, row in last]]
         samplings = [chunk.sampling for chunk, _ in last if chunk.sampling is not None]
-        token_ids = sample(self._model.logits(rows).cpu(), samplings)
-        return {
-            chunk.request_id: Sampled(token_id, row.numpy().tobytes())
-            for (chunk, _), token_id, row in zip(last, token_ids, rows.float().cpu(), strict=True)
-        }
+        logits = self._model.logits(rows).cpu()
+        token_ids = sample(logits, samplings)
+        told = asked_logprobs(logits, token_ids, samplings)
+        hiddens = [row.numpy().tobytes() for row in rows.float().cpu()]
+        drawn = map(Sampled, token_ids, hiddens, told)
+        return {chunk.request_id: each for (chunk, _), each in zip(last, drawn, strict=True)}
+
+    def _tell(self, chunks: tuple[Chunk, ...], hidden: torch.Tensor) -> dict[str, pb.TokenLogprobs]:
+        """Prompts' logprobs where they are asked for. The other ranks would find the same."""
+        told: dict[str, pb.TokenLogprobs] = {}
+        begin = 0
+        for chunk in chunks:
+            rows = hidden[begin : begin + len(chunk.token_ids) - 1]
+            begin += len(chunk.token_ids)
+            if chunk.num_prompt_logprobs is not None and self._group.rank == 0 and len(rows):
+                told[chunk.request_id] = self._logprobs(chunk, rows, chunk.num_prompt_logprobs)
+        return told
+
+    def _logprobs(self, chunk: Chunk, rows: torch.Tensor, num_top: int) -> pb.TokenLogprobs:
+        following = chunk.token_ids[1:].astype(np.int64).tolist()
+        return joined(
+            [
+                of_rows(self._model.logits(piece), following[first : first + len(piece)], num_top)
+                for first, piece in (
+                    (first, rows[first : first + _ROWS_AT_ONCE])
+                    for first in range(0, len(rows), _ROWS_AT_ONCE)
+                )
+            ]
+        )
 
     def _check_plan(self, step: PrefillStep) -> None:
         if self._group.size == 1:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.engine.step import Sampled
+from shared.engine.step import StepResult
 
 
 @dataclass(frozen=True)
@@ -41,4 +41,4 @@ class RankReply:
     """The answer to a step. All ranks' digests are equal; one rank's result is enough."""
 
     digest: bytes  # of the step and of the tokens drawn
-    sampled: dict[str, Sampled] | None  # rank 0's
+    result: StepResult | None  # rank 0's

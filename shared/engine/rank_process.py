@@ -120,11 +120,11 @@ def _arithmetic(
 
 
 def _run(engine: PrefillEngine, step: PrefillStep, rank: int, device: torch.device) -> RankReply:
-    sampled = engine.run(step).sampled
+    result = engine.run(step)
     if device.type == "cuda":
         # After the reply decode may read the blocks, and its reads wait for none of our streams.
         torch.cuda.synchronize(device)
     digest = hashlib.blake2b(step.digest(), digest_size=8)
-    for request_id, drawn in sampled.items():
+    for request_id, drawn in result.sampled.items():
         digest.update(f"{request_id} {drawn.token_id}".encode())
-    return RankReply(digest.digest(), sampled if rank == 0 else None)
+    return RankReply(digest.digest(), result if rank == 0 else None)

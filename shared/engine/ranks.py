@@ -86,8 +86,8 @@ class Ranks:
         replies: list[RankReply] = _one_of_each(self._members)
         if len({reply.digest for reply in replies}) != 1:
             raise RankLost("ranks disagree on a step or on its tokens")
-        assert replies[0].sampled is not None
-        return StepResult(replies[0].sampled)
+        assert replies[0].result is not None
+        return replies[0].result
 
 
 @asynccontextmanager

@@ -6,6 +6,21 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from shared import farspan_pb2 as pb
+
+Bits = npt.NDArray[np.uint8]  # bit i % 8 of byte i // 8 stands for token i
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """What is done to a row's logits before a token is drawn, in this order; empty = nothing."""
+
+    repetition_penalty: float = 1.0  # divides those of seen tokens above 0, multiplies the others
+    seen: Bits | None = None
+    added_token_ids: npt.NDArray[np.int64] | None = None  # different ones
+    additions: npt.NDArray[np.float32] | None = None
+    allowed: Bits | None = None  # no other token may be drawn
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -17,6 +32,11 @@ class Sampling:
     seed: int = 0
     index: int = 0  # place of the drawn token in the answer; with the seed it keys the generator
     banned_token_ids: tuple[int, ...] = ()  # stop tokens while min_new_tokens is not reached
+    min_p: float = 0.0  # 0 = off; tokens less likely than this part of the likeliest are left out
+    shaping: Shaping | None = None
+    num_logprobs: int | None = (
+        None  # likeliest tokens told beside the drawn one; None = no logprobs
+    )
 
 
 @dataclass(frozen=True)
@@ -34,6 +54,7 @@ class Chunk:
     num_recomputed: int  # leading tokens whose KV is cached already: 0 or 1
     block_ids: tuple[int, ...]  # effective blocks that cover the sequence up to this chunk's end
     sampling: Sampling | None = None  # given with the last chunk: draw the next token
+    num_prompt_logprobs: int | None = None  # tell those of the chunk's tokens, all but the first
 
     @property
     def num_cached(self) -> int:
@@ -81,10 +102,12 @@ class Sampled:
 
     token_id: int
     last_hidden: bytes = field(repr=False)  # fp32 post-norm hidden of the last prompt token
+    logprobs: pb.TokenLogprobs | None = None
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Rank 0's answer; the other ranks have the same."""
+    """Rank 0's answer; the other ranks draw the same tokens."""
 
     sampled: dict[str, Sampled]
+    prompt_logprobs: dict[str, pb.TokenLogprobs] = field(default_factory=dict)  # of the chunks

@@ -45,6 +45,11 @@ class Wiretap:
         async with self._heard:
             self._last_request[submit.token_ids] = submit.request_id
 
+    async def on_batch(self, batch: pb.TokenBatch) -> None:
+        """Parts of answers were sent."""
+        for tokens in batch.messages:
+            await self.on_tokens(tokens)
+
     async def on_tokens(self, tokens: pb.Tokens) -> None:
         """A part of an answer was sent, with or without its end."""
         async with self._heard:
@@ -72,7 +77,7 @@ async def tap(nats_url: str) -> AsyncIterator[Wiretap]:
     async with bus.connect(nats_url, "wiretap") as link, AsyncExitStack() as stack:
         for listening in (
             link.listen(submit, heard.on_submit, worker="*"),
-            link.listen(subjects.TOKENS, heard.on_tokens, gateway="*"),
+            link.listen(subjects.TOKENS, heard.on_batch, gateway="*"),
             link.listen(end, heard.on_tokens, gateway="*"),
             link.listen(subjects.HEARTBEAT, heard.on_heartbeat),
         ):

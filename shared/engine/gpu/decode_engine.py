@@ -10,7 +10,7 @@ import torch
 
 from shared.engine.decode_step import DecodeOutput, DecodeRow
 from shared.engine.gpu.decode_step import DecodeStep
-from shared.engine.gpu.sampler import draw
+from shared.engine.gpu.sampler import AskedLogprobs, draw
 from shared.engine.gpu.tier import GpuSequence, GpuTier
 from shared.engine.gpu.transfers import on_device, sent
 from shared.engine.kv.layout import BLOCK_TOKENS, IntArray
@@ -53,16 +53,18 @@ class GpuDecodeEngine:
         step.previous_hidden[:num_rows] = torch.stack([self._carried(row) for row in rows])
         last = max(row.position for row in rows)
         self._run(num_rows, last // BLOCK_TOKENS + 1)
-        token_ids = draw(step.logits[:num_rows], [row.sampling for row in rows])
+        samplings = [row.sampling for row in rows]
+        asked = AskedLogprobs(step.logits[:num_rows], samplings)
+        token_ids = draw(step.logits[:num_rows], samplings)
         hidden = step.hidden[:num_rows].clone()  # the next step overwrites it
-        told = self._told(torch.cat((token_ids, tier.tables.totals.flatten())))
-        tier.count(told[num_rows:].reshape(len(tier.groups), -1))
-        if told[:num_rows].min() < 0:
+        totals = tier.tables.totals.flatten()
+        told = self._told(torch.cat((token_ids, totals, asked.numbers(token_ids))))
+        drawn, counted, rest = np.split(told, [num_rows, num_rows + len(totals)])
+        tier.count(counted.reshape(len(tier.groups), -1))
+        if drawn.min() < 0:
             raise FloatingPointError("the model's logits are not finite")
-        return [
-            DecodeOutput(token, row)
-            for token, row in zip(told[:num_rows].tolist(), hidden, strict=True)
-        ]
+        outputs = zip(drawn.tolist(), hidden, asked.messages(rest), strict=True)
+        return [DecodeOutput(*each) for each in outputs]
 
     def _carried(self, row: DecodeRow[GpuSequence]) -> torch.Tensor:
         """The hidden state of the token before, which comes from the host with a handoff."""

@@ -116,15 +116,21 @@ class BlockAllocator:
         return len(hit.blocks) * self.block_tokens + hit.source_tokens
 
     def allocate(
-        self, prompt_tokens: int, hashes: Sequence[BlockHash], *, reserve_tokens: int = 0
+        self,
+        prompt_tokens: int,
+        hashes: Sequence[BlockHash],
+        *,
+        reserve_tokens: int = 0,
+        may_hit: bool = True,
     ) -> Allocation | None:
         """Blocks for a prompt and reserve_tokens more; None, nothing taken, if they are not there.
 
-        The prompt is not empty, and the hit never covers its last token, whose output is wanted.
+        The prompt is not empty, and the hit never covers its last token, whose output is wanted;
+        where every token's is, nothing may hit.
         Copy sources stay pinned until the first publish, or free.
         """
         num_blocks = self.blocks_for(prompt_tokens + reserve_tokens)
-        hit = self._match(prompt_tokens, hashes)
+        hit = self._match(prompt_tokens, hashes if may_hit else [])
         num_new = num_blocks - len(hit.blocks)
         pinned = [hit.source] if hit.source is not None else []
         if num_new > self._available_beside([*hit.blocks, *pinned]):

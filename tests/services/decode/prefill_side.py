@@ -18,6 +18,7 @@ from shared.block_hash import token_bytes, token_ids
 from shared.bus import Bus
 from shared.engine.attention_ops import CpuAttentionOps
 from shared.engine.comm import RankGroup
+from shared.engine.drawing import Drawing
 from shared.engine.handoff.exporter import KvExporter
 from shared.engine.handoff.layout_message import describe_layout
 from shared.engine.kv.format import make_format
@@ -30,9 +31,11 @@ from shared.engine.model.transformer import Transformer
 from shared.engine.prefill_engine import PrefillEngine
 from shared.engine.prefill_kv import KvContext
 from shared.engine.step import Chunk, PrefillStep, Sampled, Sampling
+from shared.grammar import Vocabulary
 
 CHECKPOINT = Path(__file__).parents[3] / "checkpoints" / "demo-fp8"
 KV_FORMAT = "fp32"
+VOCABULARY = Vocabulary(CHECKPOINT, 4096)
 NUM_BLOCKS = 96
 ROOT = block_hash.namespace("demo", "f1")
 _epochs = itertools.count(time.time_ns())
@@ -82,16 +85,21 @@ class Source:
         )
         return self.engine.run(PrefillStep((chunk,))).sampled["r"]
 
-    def expected(self, ids: list[int], count: int, sampling: Sampling | None = None) -> list[int]:
-        """What one process would answer: each token in a chunk of its own."""
-        fixed = sampling or Sampling()
+    def expected(self, ids: list[int], count: int, **asked: object) -> list[int]:
+        """What one process would answer."""
+        return [drawn.token_id for drawn in self.answer(ids, count, **asked)]
+
+    def answer(self, ids: list[int], count: int, **asked: object) -> list[Sampled]:
+        """The same with all that is told of a token: each in a chunk of its own."""
+        sampling = pb.SamplingParams(**{"top_p": 1.0, **asked})  # type: ignore[arg-type]
+        drawing = Drawing(sampling, np.array(ids, np.uint32), 0, VOCABULARY)
         ids, blocks = list(ids), self.blocks_for(len(ids) + count)
-        first, answer = 0, []
-        for index in range(count):
-            drawn = Sampling(fixed.temperature, seed=fixed.seed, index=index)
-            answer.append(self.compute(ids, blocks, first, len(ids), drawn).token_id)
+        first, answer = 0, list[Sampled]()
+        while len(answer) < count and not drawing.is_over:
+            answer.append(self.compute(ids, blocks, first, len(ids), drawing.next()))
+            drawing.take(answer[-1].token_id)
             first = len(ids)
-            ids.append(answer[-1])
+            ids.append(answer[-1].token_id)
         return answer
 
 
@@ -100,6 +108,8 @@ class Answered:
     """What a gateway got of one request."""
 
     tokens: dict[int, int] = field(default_factory=dict)  # index to token
+    chosen: dict[int, float] = field(default_factory=dict)  # index to its logprob
+    stages: list[pb.Stage] = field(default_factory=list)
     ends: list[pb.End] = field(default_factory=list)
     num_messages: int = 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -126,6 +136,7 @@ class PrefillSide:
     renewals: list[str] = field(default_factory=list)
     events: list[pb.BlockEvents] = field(default_factory=list)
     beats: list[pb.Heartbeat] = field(default_factory=list)
+    batches: list[pb.TokenBatch] = field(default_factory=list)
     is_beating: bool = True
     lost_indices: set[int] = field(default_factory=set)  # tokens that get lost once
 
@@ -207,6 +218,7 @@ class PrefillSide:
             first_token_id=sampled.token_id,
             last_hidden=sampled.last_hidden,
             num_cached_tokens=7,
+            first_logprobs=sampled.logprobs,
         )
         await self.bus.request(
             subjects.PREFILL_DONE, message, timeout_s=5, worker=self.decode.worker_id
@@ -258,11 +270,13 @@ class PrefillSide:
         if message.role == pb.ROLE_DECODE:
             self.beats.append(message)
 
-    async def _on_tokens(self, message: pb.Tokens) -> None:
-        if message.index in self.lost_indices:
-            self.lost_indices.remove(message.index)
-            return
-        self._keep(message)
+    async def _on_tokens(self, batch: pb.TokenBatch) -> None:
+        self.batches.append(batch)
+        for message in batch.messages:
+            if message.index in self.lost_indices:
+                self.lost_indices.remove(message.index)
+            else:
+                self._keep(message)
 
     async def _on_end(self, message: pb.Tokens) -> pb.TokensReply:
         answer = self._keep(message)
@@ -280,17 +294,12 @@ class PrefillSide:
         answer.num_messages += 1
         for place, token in enumerate(token_ids(message.token_ids)):
             assert answer.tokens.setdefault(message.index + place, token) == token
+        chosen = np.frombuffer(message.logprobs.chosen, "<f4").tolist()
+        answer.chosen.update(enumerate(chosen, message.index))
+        answer.stages += message.stages
         return answer
 
 
 def _sampling(offer: pb.HandoffOffer) -> Sampling:
-    asked = offer.sampling
-    banned = tuple(asked.stop_token_ids) if asked.min_new_tokens else ()
-    return Sampling(
-        asked.temperature,
-        asked.top_p,
-        asked.top_k,
-        asked.seed,
-        offer.num_resumed_tokens,
-        banned,
-    )
+    ids = np.frombuffer(offer.token_ids, "<u4")
+    return Drawing(offer.sampling, ids, offer.num_resumed_tokens, VOCABULARY).next()

@@ -4,14 +4,17 @@ import asyncio
 import random
 import time
 
+import numpy as np
 import pytest
 
 from shared import farspan_pb2 as pb
+from shared import subjects
 from shared.block_hash import block_hashes, unpack
-from shared.engine.step import Sampling
 from shared.errors import WorkerLost
 from tests.services.decode.conftest import Stage, StartStage
 from tests.services.decode.prefill_side import ROOT, PrefillSide
+
+JSON = pb.Grammar(kind=pb.GRAMMAR_KIND_LARK, text='start: %json {"type": "object"}')
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -117,8 +120,7 @@ async def test_sampled_tokens_continue_where_prefill_was(stage: StartStage) -> N
     """Token i is drawn from the generator keyed by (seed, i), wherever that happens."""
     async with stage() as running:
         side, ids = running.side, prompt(100)
-        sampling = Sampling(temperature=1.0, seed=11)
-        expected = side.source.expected(ids, 8, sampling)
+        expected = side.source.expected(ids, 8, temperature=1.0, seed=11)
 
         whole = await side.serve(side.offer("r1", ids, temperature=1.0, seed=11))
         offer = side.offer("r2", ids + expected[:3], temperature=1.0, seed=11, max_new_tokens=5)
@@ -129,6 +131,96 @@ async def test_sampled_tokens_continue_where_prefill_was(stage: StartStage) -> N
         assert resumed.tokens == {3 + i: token for i, token in enumerate(expected[3:])}
         usage = resumed.ends[0].usage
         assert (usage.prompt_tokens, usage.generated_tokens) == (100, 8)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param({"frequency_penalty": 1.5, "presence_penalty": 0.5}, id="penalties"),
+        pytest.param(
+            {"repetition_penalty": 1.8, "min_p": 0.1, "temperature": 1.0}, id="repetition"
+        ),
+        pytest.param({"bias_token_ids": [500, 501], "biases": [4.0, 4.5]}, id="bias"),
+        pytest.param({"grammar": JSON, "temperature": 1.0, "seed": 4}, id="grammar"),
+    ],
+)
+async def test_whatever_is_asked_is_drawn_as_in_one_process_resumed_or_not(
+    stage: StartStage, asked: dict[str, object]
+) -> None:
+    """Neither a handoff nor a second attempt forgets what was written."""
+    async with stage() as running:
+        side, ids = running.side, prompt(100)
+        expected = side.source.expected(ids, 10, **asked)
+
+        whole = await side.serve(side.offer("r1", ids, max_new_tokens=10, **asked))
+        left = len(expected) - 3
+        offer = side.offer("r2", ids + expected[:3], max_new_tokens=left, **asked)
+        offer.num_resumed_tokens = 3
+        resumed = await side.serve(offer)
+
+        assert whole.text == expected
+        assert resumed.text == expected[3:]
+
+
+async def test_a_grammar_that_cannot_be_used_fails_before_the_handover(stage: StartStage) -> None:
+    """Prefill is told, so that it ends the request; no pool holds anything."""
+    async with stage() as running:
+        side = running.side
+        bad = pb.Grammar(kind=pb.GRAMMAR_KIND_LARK, text="start: missing")
+
+        await side.accepted(side.offer("r", prompt(70), grammar=bad))
+
+        await until(lambda: side.aborts)
+        assert side.aborts[0].failure.kind == pb.FAILURE_KIND_BAD_REQUEST
+        await running.is_back_to_base()
+
+
+async def test_logprobs_come_with_their_tokens_and_again_with_lost_ones(stage: StartStage) -> None:
+    """The first token's too, which prefill has told: its message may be the lost one."""
+    async with stage() as running:
+        side, ids = running.side, prompt(70)
+        told = [drawn.logprobs for drawn in side.source.answer(ids, 8, num_logprobs=3)]
+        side.lost_indices = {2, 5}
+        offer = side.offer("r", ids, num_logprobs=3)
+
+        await side.accepted(offer)
+        await side.done(offer, await side.compute(offer))
+        resend = pb.ResendTokens(request_id="r", from_index=0)
+        await side.bus.publish(subjects.RESEND_TOKENS, resend, worker=side.decode.worker_id)
+        answer = await side.ended(offer)
+
+        expected = [np.frombuffer(each.chosen, "<f4")[0] for each in told if each is not None]
+        await until(lambda: len(answer.chosen) == 8)
+        assert [answer.chosen[place] for place in range(8)] == expected
+
+
+async def test_tokens_of_a_step_are_one_message(stage: StartStage) -> None:
+    """However many answers they belong to; none waits for another step."""
+    async with stage() as running:
+        side = running.side
+        offers = [side.offer(f"r{n}", prompt(70, seed=n), max_new_tokens=40) for n in range(3)]
+
+        await asyncio.gather(*(side.serve(offer) for offer in offers))
+
+        sizes = [len(batch.messages) for batch in side.batches]
+        assert max(sizes) == 3
+        for batch in side.batches:
+            assert all(len(message.token_ids) == 4 for message in batch.messages)
+
+
+async def test_the_end_tells_what_decode_did_and_when(stage: StartStage) -> None:
+    async with stage() as running:
+        side = running.side
+
+        answer = await side.serve(side.offer("r", prompt(700)), chunk_tokens=256)
+
+        names = [told.name for told in answer.stages]
+        assert names[0] == "decode.queue" and names[-1] == "decode.generate"
+        assert set(names[1:-1]) == {"handoff.pull"}
+        assert sum(told.num_tokens for told in answer.stages[1:-1]) == 700
+        assert answer.stages[-1].num_tokens == 8
+        times = [time for told in answer.stages for time in (told.begin_unix_us, told.end_unix_us)]
+        assert times == sorted(times)
 
 
 async def test_a_stop_token_ends_the_answer_and_is_sent(stage: StartStage) -> None:

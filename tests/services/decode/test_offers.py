@@ -1,6 +1,7 @@
 """What refuses an offer before room is asked for."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from services.decode.offers import Terms, check
 from shared import farspan_pb2 as pb
 from shared.block_hash import block_hashes, namespace, pack, token_bytes
 from shared.errors import BadRequest, DeadlineExceeded, FarspanError, TooLong, WorkerLost
+from shared.grammar import Vocabulary
 
 WORKER = pb.WorkerRef(worker_id="d0", epoch=5)
 LAYOUT = pb.KvLayout(
@@ -22,7 +24,8 @@ LAYOUT = pb.KvLayout(
     row_bytes=2304,
     index_page_bytes=32768,
 )
-TERMS = Terms(WORKER, LAYOUT, vocab_size=4096, max_position=1000, reads_gpu_memory=False)
+VOCABULARY = Vocabulary(Path("no checkpoint"), 4096)
+TERMS = Terms(WORKER, LAYOUT, VOCABULARY, max_position=1000, reads_gpu_memory=False)
 NOW_MS = 1_000_000
 
 
@@ -45,7 +48,7 @@ def offer(num_tokens: int = 200, **changes: Any) -> pb.HandoffOffer:
         token_ids=token_bytes(ids),
         block_hashes=pack(block_hashes(root, ids)),
         hash_root=root,
-        sampling=pb.SamplingParams(max_new_tokens=10),
+        sampling=pb.SamplingParams(max_new_tokens=10, top_p=1.0),
         gateway_id="g",
         deadline_unix_ms=NOW_MS + 1,
         layout=layout,
@@ -95,7 +98,7 @@ def test_a_good_offer_is_taken() -> None:
         pytest.param({"ranks": ranks("VRAM", "VRAM")}, WorkerLost, id="memory-it-cannot-read"),
         pytest.param({"sampling": pb.SamplingParams()}, BadRequest, id="no-answer"),
         pytest.param(
-            {"sampling": pb.SamplingParams(max_new_tokens=9, stop_token_ids=[4096])},
+            {"sampling": pb.SamplingParams(max_new_tokens=9, top_p=1.0, stop_token_ids=[4096])},
             BadRequest,
             id="unknown-stop-token",
         ),

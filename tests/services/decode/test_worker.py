@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.decode.answer import Answer
 from services.decode.worker import Begin, Broken, Produced, Result, StepThread
 from shared import farspan_pb2 as pb
+from shared.engine.decode_step import DecodeOutput
 from shared.errors import WorkerLost
+from tests.services.decode.answers import answer_of
 
 TIMEOUT_S = 5.0
 
@@ -40,7 +41,7 @@ class FakeEngine:
     def step(self, rows: Sequence[Any]) -> list[Any]:
         if any(row.sequence[0] in self._broken for row in rows):
             raise self._error
-        return [SimpleNamespace(token_id=row.position, hidden=row.previous_hidden) for row in rows]
+        return [DecodeOutput(row.position, row.previous_hidden) for row in rows]
 
 
 class Results:
@@ -61,7 +62,7 @@ class Results:
 
 def begin(thread: StepThread, name: str, block: int, length: int = 3) -> Future[None]:
     thread.open(name, [block], 0)
-    answer = Answer(pb.SamplingParams(), 0, length)
+    answer = answer_of(pb.SamplingParams(), longest=length)
     answer.add(0)
     return thread.begin(Begin(name, 0, 10, np.zeros(2, np.float32).tobytes(), answer))
 
@@ -172,7 +173,7 @@ def test_an_error_nobody_expects_ends_the_thread() -> None:
 
 def test_a_command_that_fails_is_its_sender_s_problem() -> None:
     with StepThread(FakeEngine(), Results()) as thread:  # type: ignore[arg-type]
-        answer = Answer(pb.SamplingParams(), 0, 3)
+        answer = answer_of(pb.SamplingParams())
         thread.open("a", [1], 0)
 
         with pytest.raises(ValueError, match="hidden state"):

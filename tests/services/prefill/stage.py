@@ -17,7 +17,7 @@ from shared import block_hash, bus, subjects, tasks
 from shared import farspan_pb2 as pb
 from shared.block_hash import token_bytes, token_ids
 from shared.bus import Bus
-from shared.engine.step import PrefillStep, Sampled, StepResult
+from shared.engine.step import PrefillStep, Sampled, Sampling, StepResult
 
 CHECKPOINT = Path(__file__).parents[3] / "checkpoints" / "demo-fp8"
 MODEL = "demo"
@@ -53,11 +53,33 @@ class FakeEngine:
         self.is_running = False
         if self.error is not None:
             raise self.error
-        drawn = Sampled(self.token_id, b"hidden")
-        return StepResult({c.request_id: drawn for c in step.chunks if c.sampling is not None})
+        sampled = {c.request_id: self._drawn(c.sampling) for c in step.chunks if c.sampling}
+        return StepResult(
+            sampled,
+            {
+                c.request_id: made_up(len(c.token_ids) - 1, c.num_prompt_logprobs)
+                for c in step.chunks
+                if c.num_prompt_logprobs is not None
+            },
+        )
+
+    def _drawn(self, sampling: Sampling) -> Sampled:
+        num_top = sampling.num_logprobs
+        told = None if num_top is None else made_up(1, num_top)
+        return Sampled(self.token_id, b"hidden", told)
 
     async def watch(self) -> None:
         await asyncio.get_running_loop().create_future()
+
+
+def made_up(num_tokens: int, num_top: int) -> pb.TokenLogprobs:
+    """Logprobs of the right size."""
+    return pb.TokenLogprobs(
+        num_top=num_top,
+        chosen=bytes(4 * num_tokens),
+        top_token_ids=bytes(4 * num_top * num_tokens),
+        top_logprobs=bytes(4 * num_top * num_tokens),
+    )
 
 
 @dataclass
@@ -143,8 +165,8 @@ class GatewaySide:
         ):
             yield self
 
-    async def _on_tokens(self, message: pb.Tokens) -> None:
-        self.tokens.append(message)
+    async def _on_tokens(self, batch: pb.TokenBatch) -> None:
+        self.tokens += batch.messages
 
     async def _on_end(self, message: pb.Tokens) -> pb.TokensReply:
         if self.num_deaf:

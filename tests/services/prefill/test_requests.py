@@ -5,6 +5,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -12,7 +13,8 @@ from shared import farspan_pb2 as pb
 from shared import subjects
 from shared.block_hash import token_ids
 from shared.errors import WorkerLost
-from tests.services.prefill.stage import FakeEngine, Stage, stage, until
+from tests.demo import tokenizer
+from tests.services.prefill.stage import FakeEngine, Stage, made_up, stage, until
 
 PROMPT = list(range(300))
 _workers = (f"p-{i}" for i in itertools.count())
@@ -376,3 +378,108 @@ async def test_a_request_id_is_taken_once(on_stage: Stage, engine: FakeEngine) -
     assert refused == pb.FAILURE_KIND_BAD_REQUEST
     engine.may_run.set()
     await until(lambda: on_stage.decode.dones)
+
+
+async def test_the_first_token_tells_what_prefill_did_and_when(on_stage: Stage) -> None:
+    """Stages have the names of their spans; times do not go back."""
+    await on_stage.accepted(on_stage.request(PROMPT))
+    await until(lambda: on_stage.gateway.tokens)
+
+    stages = on_stage.gateway.tokens[0].stages
+    told = [(stage.name, stage.num_tokens) for stage in stages]
+    assert told == [
+        ("prefill.queue", 300),
+        ("prefill.chunk", 128),
+        ("prefill.chunk", 128),
+        ("prefill.chunk", 44),
+        ("prefill.first_token", 1),
+    ]
+    times = [time for stage in stages for time in (stage.begin_unix_us, stage.end_unix_us)]
+    assert times == sorted(times)
+
+
+async def test_the_first_token_s_logprobs_go_to_the_gateway_and_to_decode(on_stage: Stage) -> None:
+    """Decode may have to send the token again."""
+    await on_stage.accepted(on_stage.request(PROMPT, num_logprobs=2))
+    await until(lambda: on_stage.decode.dones)
+
+    assert on_stage.gateway.tokens[0].logprobs == made_up(1, 2)
+    assert on_stage.decode.dones[0].first_logprobs == made_up(1, 2)
+
+
+async def test_an_end_sent_here_repeats_all_that_was_told(on_stage: Stage) -> None:
+    """The first message may be lost."""
+    await on_stage.accepted(
+        on_stage.request(PROMPT, max_new_tokens=1, num_logprobs=2, num_prompt_logprobs=1)
+    )
+    await on_stage.end()
+
+    (first,), (last,) = on_stage.gateway.tokens, on_stage.gateway.ends
+    assert last.logprobs == first.logprobs and last.stages == first.stages
+    assert last.prompt_logprobs.SerializeToString() == first.prompt_logprobs.SerializeToString()
+    assert len(first.prompt_logprobs.chosen) == 4 * 300
+    assert not first.HasField("end")
+
+
+async def test_logprobs_are_those_of_the_prompt_and_not_of_what_was_resumed(
+    on_stage: Stage,
+) -> None:
+    await on_stage.accepted(on_stage.request(PROMPT, num_resumed_tokens=20, num_prompt_logprobs=3))
+    await until(lambda: on_stage.gateway.tokens)
+
+    told = on_stage.gateway.tokens[0].prompt_logprobs
+    assert (len(told.chosen), len(told.top_token_ids)) == (4 * 280, 4 * 280 * 3)
+    assert np.isnan(np.frombuffer(told.chosen, "<f4")).tolist() == [True] + [False] * 279
+
+
+async def test_a_prompt_whose_logprobs_are_wanted_has_no_hits(on_stage: Stage) -> None:
+    """Nor does its usage tell of any; the next prompt finds its blocks."""
+    cached = []
+    for request_id, asked in (("a", {}), ("b", {"num_prompt_logprobs": 0}), ("c", {})):
+        submit = on_stage.request(PROMPT, request_id, max_new_tokens=1, **asked)
+        await on_stage.accepted(submit)
+        cached.append((await on_stage.end()).usage.cached_tokens)
+        on_stage.gateway.ends.clear()
+        await until(on_stage.is_at_base)
+
+    assert cached == [0, 0, 256]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param({"num_logprobs": 21}, id="logprobs"),
+        pytest.param({"min_p": 2.0}, id="min-p"),
+        pytest.param({"bias_token_ids": [1]}, id="bias"),
+        pytest.param({"grammar": pb.Grammar(text="start: /a/")}, id="kind-of-grammar"),
+    ],
+)
+async def test_what_cannot_be_drawn_is_refused(on_stage: Stage, asked: dict[str, object]) -> None:
+    """At once: nothing is computed for it."""
+    assert await on_stage.refused(on_stage.request(PROMPT, **asked)) == pb.FAILURE_KIND_BAD_REQUEST
+    assert on_stage.is_at_base()
+
+
+async def test_a_first_token_keeps_to_the_grammar(nats_url: str, engine: FakeEngine) -> None:
+    """One that cannot be used is refused at the door."""
+    engine.vocab_size = 4096
+    grammar = pb.Grammar(kind=pb.GRAMMAR_KIND_LARK, text="start: /(a|b)+/")
+    bad = pb.Grammar(kind=pb.GRAMMAR_KIND_LARK, text="start: missing")
+    async with stage(nats_url, next(_workers), engine) as made:
+        await made.accepted(made.request(PROMPT, grammar=grammar))
+        await until(lambda: made.gateway.tokens)
+        refusal = await made.refused(made.request(PROMPT, "bad", grammar=bad))
+
+    assert refusal == pb.FAILURE_KIND_BAD_REQUEST
+    sampling = engine.steps[-1].chunks[0].sampling
+    assert sampling and sampling.shaping and sampling.shaping.allowed is not None
+    allowed = np.flatnonzero(np.unpackbits(sampling.shaping.allowed, bitorder="little")).tolist()
+    assert {tokenizer().id_to_token(token)[0] for token in allowed} == {"a", "b"}
+
+
+async def test_a_cancel_that_overtakes_its_request_still_counts(on_stage: Stage) -> None:
+    """It may come while a grammar is compiled: nothing is computed for nobody."""
+    await on_stage.cancel("r")
+
+    assert await on_stage.refused(on_stage.request(PROMPT)) == pb.FAILURE_KIND_CANCELLED
+    assert on_stage.is_at_base()

@@ -33,13 +33,14 @@ class Loop:
         )
         self.events: list[pb.BlockEvent] = []
 
-    def work(self, request_id: str, ids: list[int]) -> Work:
+    def work(self, request_id: str, ids: list[int], num_prompt_logprobs: int | None = None) -> Work:
         made = Work(
             request_id=request_id,
             token_ids=np.array(ids, np.uint32),
             hashes=block_hash.block_hashes(ROOT, ids),
             sampling=Sampling(),
             trace={},
+            num_prompt_logprobs=num_prompt_logprobs,
         )
         self.worker.enqueue(made)
         return made
@@ -257,3 +258,20 @@ async def test_throughput_is_measured(loop: Loop) -> None:
 
     assert loop.worker.load().tokens_per_s > 0
     assert loop.worker.load().step_s > 0
+
+
+async def test_a_prompt_whose_logprobs_are_wanted_waits_for_nobody(loop: Loop) -> None:
+    """It computes what another one is computing too: blocks do not hold logprobs."""
+    loop.engine.hold()
+    first = loop.work("a", list(range(300)))
+    await until(lambda: loop.engine.is_running)
+    second = loop.work("b", list(range(300)), num_prompt_logprobs=1)
+    loop.engine.may_run.set()
+
+    await asyncio.gather(first.sampled, second.sampled)
+
+    computed = [
+        c.end - c.num_cached for step in loop.steps for c in step.chunks if c.request_id == "b"
+    ]
+    assert sum(computed) == 300
+    assert sum(len(told.chosen) // 4 for told in second.prompt_logprobs) == 299

@@ -12,10 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from shared import farspan_pb2 as pb
 from shared.engine.attention import KEY_STEP, index_scores, select_positions
 from shared.engine.step import Chunk, PrefillStep, Sampled, Sampling
 from shared.engine.tiles import padded
+from shared.logprobs import joined
 from tests import demo
+from tests.oracles.slow_memory import RoundedMemory
+from tests.oracles.slow_quantiser import Fp32Quantiser
+from tests.oracles.slow_reference import SlowReference
 from tests.oracles.transformers_oracle import TransformersOracle
 
 LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 225, 226, 255, 256, 257, 511, 512, 513, 1000, 2049]
@@ -203,3 +208,32 @@ def test_steps_that_differ_have_different_digests() -> None:
 
     assert PrefillStep((chunk,)).digest() != PrefillStep((other,)).digest()
     assert PrefillStep((chunk,)).digest() == PrefillStep((chunk,)).digest()
+
+
+def told_prompt(ids: list[int], ends: list[int], num_top: int) -> pb.TokenLogprobs:
+    """A prompt's logprobs, computed in chunks that end where told."""
+    source, parts, done = demo.reference(len(ids)), [], 0
+    for end in ends:
+        first = max(done - 1, 0)
+        part = np.array(ids[first:end], np.uint32)
+        chunk = Chunk("r", part, first, done - first, source.block_ids, None, num_top)
+        parts += source.engine.run(PrefillStep((chunk,))).prompt_logprobs.values()
+        done = end
+    return joined(parts)
+
+
+def test_a_prompt_s_logprobs_are_the_slow_reference_s_however_it_is_cut() -> None:
+    """Those of all tokens but the first; a chunk of one token has none to tell."""
+    ids = list(demo.text_tokens()[:90])
+    slow = SlowReference(demo.CHECKPOINT, RoundedMemory(Fp32Quantiser()))
+    exact = torch.log_softmax(slow.logits(slow.extend(ids).hidden), -1)
+
+    told = told_prompt(ids, [90], 4)
+
+    chosen = np.frombuffer(told.chosen, "<f4")
+    wanted = exact[torch.arange(89), ids[1:]].numpy()
+    assert np.abs(chosen - wanted).max() < 1e-4
+    top = np.frombuffer(told.top_logprobs, "<f4").reshape(89, 4)
+    assert np.abs(top - exact[:89].topk(4).values.numpy()).max() < 1e-4
+    assert told == told_prompt(ids, [64, 90], 4)
+    assert told == told_prompt(ids, [1, 64, 65, 90], 4)

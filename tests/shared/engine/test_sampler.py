@@ -1,12 +1,16 @@
 """Drawing tokens: reproducible, within the nucleus, and continuing where another left off."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.engine.sampler import sample, uniform
-from shared.engine.step import Sampling
+from shared.engine.sampler import asked_logprobs, sample, uniform
+from shared.engine.step import Bits, Sampling, Shaping
+from tests.shared.engine.shapings import VOCABULARY, bits, samplings
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 2.0]])
 
@@ -50,6 +54,71 @@ def test_nucleus_and_top_k_never_let_others_through(seed: int, index: int) -> No
 def test_a_banned_token_is_never_drawn() -> None:
     """min_new_tokens bans the stop tokens until it is reached."""
     assert sample(LOGITS, [Sampling(banned_token_ids=(0,))]) == [4]
+
+
+@given(samplings(), st.integers(0, 2**32))
+@settings(max_examples=150, deadline=None)
+def test_a_token_is_what_the_rules_say(sampling: Sampling, seed: int) -> None:
+    """Each rule in plain Python, one token after another."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-20, 20, (1, VOCABULARY), generator=generator) / 4
+
+    assert sample(logits, [sampling]) == [slowly_drawn(logits[0].tolist(), sampling)]
+
+
+def slowly_drawn(logits: list[float], sampling: Sampling) -> int:
+    scores = dict(enumerate(logits))
+    if sampling.shaping is not None:
+        scores = slowly_shaped(scores, sampling.shaping)
+    scores = {token: x for token, x in scores.items() if token not in sampling.banned_token_ids}
+    order = sorted(scores, key=lambda token: (-scores[token], token))
+    if sampling.temperature == 0.0:
+        return order[0]
+    weight = {t: math.exp((scores[t] - scores[order[0]]) / sampling.temperature) for t in order}
+    kept = order[: sampling.top_k or None]
+    total, before = sum(weight[t] for t in kept), 0.0
+    nucleus = []
+    for token in kept:
+        if before < sampling.top_p * total and weight[token] >= sampling.min_p:
+            nucleus.append(token)
+        before += weight[token]
+    left = uniform(sampling.seed, sampling.index) * sum(weight[t] for t in nucleus)
+    for token in nucleus:
+        left -= weight[token]
+        if left < 0:
+            return token
+    return nucleus[-1]
+
+
+def slowly_shaped(scores: dict[int, float], shaping: Shaping) -> dict[int, float]:
+    def is_in(bits: Bits, token: int) -> bool:
+        return bool(bits[token // 8] >> token % 8 & 1)
+
+    shaped = {}
+    for token, score in scores.items():
+        if shaping.seen is not None and is_in(shaping.seen, token):
+            penalty = np.float32(shaping.repetition_penalty)
+            score = float(np.float32(score) / penalty if score > 0 else np.float32(score) * penalty)
+        if shaping.added_token_ids is not None and shaping.additions is not None:
+            where = np.flatnonzero(shaping.added_token_ids == token)
+            score += float(shaping.additions[where].sum())
+        if shaping.allowed is None or is_in(shaping.allowed, token):
+            shaped[token] = float(np.float32(score))
+    return shaped
+
+
+def test_logprobs_are_those_of_the_untouched_logits() -> None:
+    """Whatever was done to them before the token was drawn."""
+    shaping = Shaping(allowed=bits([1]))
+    sampling = Sampling(0.5, shaping=shaping, num_logprobs=2)
+    logits = torch.linspace(-3, 3, VOCABULARY).unsqueeze(0)
+
+    (told,) = asked_logprobs(logits, sample(logits, [sampling]), [sampling])
+
+    assert told is not None
+    wanted = torch.log_softmax(logits[0].double(), -1)
+    assert np.frombuffer(told.chosen, "<f4").tolist() == pytest.approx([float(wanted[1])])
+    assert np.frombuffer(told.top_token_ids, "<u4").tolist() == [49, 48]
 
 
 def test_rows_are_drawn_independently() -> None:

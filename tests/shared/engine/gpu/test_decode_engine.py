@@ -6,9 +6,10 @@ have none as their references.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,7 +30,7 @@ from shared.engine.model.config import load_config
 from shared.engine.model.loading import load_weights
 from shared.engine.model.transformer import Transformer
 from shared.engine.open_decode import DecodeEngineSettings, index_groups, open_decode_engine
-from shared.engine.step import Sampled, Sampling
+from shared.engine.step import Sampled, Sampling, Shaping
 from tests import demo
 
 HAS_GPU = torch.cuda.is_available()
@@ -255,6 +256,28 @@ def test_a_step_may_be_repeated() -> None:
 
     assert first[0].token_id == second[0].token_id
     assert torch.equal(first[0].hidden, second[0].hidden)
+
+
+def test_a_step_tells_logprobs_and_draws_what_is_allowed_without_waiting() -> None:
+    """In the one message to the host that there is; beside a row that asks for nothing."""
+    with opened("all-resident") as engine:
+        asking, silent = (Running(engine, prompts()[2], place) for place in range(2))
+        told = Sampling(num_logprobs=3)
+        with no_waiting():
+            silently, output = engine.step([silent.row(Sampling()), asking.row(told)])
+        assert silently.logprobs is None and output.logprobs is not None
+        top = np.frombuffer(output.logprobs.top_token_ids, "<u4").tolist()
+        assert top[0] == output.token_id == silently.token_id
+
+        allowed = np.zeros(engine.config.vocab_size, np.bool_)
+        allowed[top[2]] = True
+        shaping = Shaping(allowed=np.packbits(allowed, bitorder="little"))
+        with no_waiting():
+            (shaped,) = engine.step([asking.row(replace(told, shaping=shaping))])
+
+    assert shaped.token_id == top[2] and shaped.logprobs is not None
+    assert shaped.logprobs.top_token_ids == output.logprobs.top_token_ids
+    assert shaped.logprobs.chosen == shaped.logprobs.top_logprobs[8:]
 
 
 @pytest.mark.gpu  # the interpreter raises by itself

@@ -1,28 +1,18 @@
 """Tokens drawn on a device follow the rules of `shared.engine.sampler`."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.engine.gpu.sampler import draw
-from shared.engine.sampler import sample
+from shared import farspan_pb2 as pb
+from shared.engine.gpu.sampler import AskedLogprobs, draw
+from shared.engine.sampler import asked_logprobs, sample
 from shared.engine.step import Sampling
+from tests.shared.engine.shapings import VOCABULARY, samplings
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-VOCABULARY = 50
-
-samplings = st.builds(
-    Sampling,
-    temperature=st.sampled_from([0.0, 0.2, 1.0, 3.0]),
-    top_p=st.sampled_from([0.01, 0.5, 0.95, 1.0]),
-    top_k=st.sampled_from([0, 1, 7, VOCABULARY, 200]),
-    seed=st.integers(0, 2**64 - 1),
-    index=st.integers(0, 1000),
-    banned_token_ids=st.lists(
-        st.integers(0, VOCABULARY - 1), max_size=VOCABULARY - 1, unique=True
-    ).map(tuple),
-)
 
 
 def numbers(num_rows: int, seed: int, *, steps: int) -> torch.Tensor:
@@ -31,17 +21,32 @@ def numbers(num_rows: int, seed: int, *, steps: int) -> torch.Tensor:
     return torch.randint(0, steps, (num_rows, VOCABULARY), generator=generator) / 4
 
 
-@given(st.lists(samplings, min_size=1, max_size=8), st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None)
+@given(st.lists(samplings(), min_size=1, max_size=8), st.integers(0, 2**32))
+@settings(max_examples=100, deadline=None)
 def test_a_batch_draws_what_each_row_draws_alone(rows: list[Sampling], seed: int) -> None:
-    """Ties, banned tokens, greedy rows beside drawn ones; the uniform number never lies on a step
-    of the cumulative sum, where the last bit of fp64 would decide.
+    """Ties, penalties, masks, greedy rows beside drawn ones; the uniform number never lies on a
+    step of the cumulative sum, where the last bit of fp64 would decide.
     """
     logits = numbers(len(rows), seed, steps=20)
+    on_device = logits.clone().to(DEVICE)
 
-    drawn = draw(logits.clone().to(DEVICE), rows)
+    asked = AskedLogprobs(on_device, rows)
+    drawn = draw(on_device, rows)
+    told = asked.messages(asked.numbers(drawn).cpu().numpy())
 
     assert drawn.tolist() == sample(logits, rows)
+    for one, other in zip(told, asked_logprobs(logits, drawn.tolist(), rows), strict=True):
+        assert tops(one) == tops(other)
+        assert values(one) == pytest.approx(values(other), abs=1e-5)
+
+
+def tops(told: pb.TokenLogprobs | None) -> bytes:
+    return b"none" if told is None else told.top_token_ids
+
+
+def values(told: pb.TokenLogprobs | None) -> list[float]:
+    data = b"" if told is None else told.chosen + told.top_logprobs
+    return np.frombuffer(data, "<f4").tolist()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -397,3 +397,22 @@ AllocatorMachine.TestCase.settings = settings(
     max_examples=80, stateful_step_count=30, deadline=None
 )
 TestAllocatorMachine = AllocatorMachine.TestCase
+
+
+def test_an_allocation_that_may_not_hit_computes_everything_and_can_be_found() -> None:
+    """Blocks do not hold what logprobs are made of."""
+    allocator = BlockAllocator(8)
+    hashes = [BlockHash(bytes([place]) * 16) for place in range(3)]
+    first = allocator.allocate(200, hashes)
+    assert first is not None
+    allocator.publish(first, 200)
+
+    second = allocator.allocate(200, hashes, may_hit=False)
+
+    assert second is not None and second.hit_tokens == 0
+    assert not set(second.block_ids) & set(first.block_ids)
+    allocator.publish(second, 200)
+    allocator.free(first)
+    assert allocator.hit_tokens(200, hashes) == 192
+    allocator.free(second)
+    allocator.check_integrity()
