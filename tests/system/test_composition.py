@@ -147,8 +147,7 @@ def expected(prompt: Prompt, kv_format: str) -> list[int]:
 
 
 def text_of(token_ids: list[int]) -> str:
-    detokenizer = _tokenizer().detokenizer()
-    return detokenizer.feed(token_ids) + detokenizer.flush()
+    return _tokenizer().decode(token_ids, skips_special=True)
 
 
 @cache

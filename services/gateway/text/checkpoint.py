@@ -9,6 +9,7 @@ from typing import Any
 
 from shared.errors import ConfigError
 from shared.json_file import read_object
+from shared.stop_tokens import stop_token_ids
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     return Checkpoint(
         max_context_tokens=_integer(config, "max_position_embeddings", directory),
         vocab_size=_integer(config, "vocab_size", directory),
-        stop_token_ids=_stop_token_ids(generation, config, directory),
+        stop_token_ids=stop_token_ids(directory),
         temperature=0.0 if is_greedy else float(generation.get("temperature", 1.0)),
         top_p=float(generation.get("top_p", 1.0)),
         top_k=int(generation.get("top_k", 0)),
@@ -44,14 +45,3 @@ def _integer(config: dict[str, Any], name: str, directory: Path) -> int:
     if not isinstance(value, int):
         raise ConfigError(f"{directory / 'config.json'} has no integer {name}")
     return value
-
-
-def _stop_token_ids(
-    generation: dict[str, Any], config: dict[str, Any], directory: Path
-) -> tuple[int, ...]:
-    """generation_config.json wins, as in transformers."""
-    found = generation.get("eos_token_id", config.get("eos_token_id"))
-    ids = found if isinstance(found, list) else [found]
-    if not ids or not all(isinstance(token_id, int) for token_id in ids):
-        raise ConfigError(f"{directory} names no eos_token_id")
-    return tuple(ids)

@@ -22,7 +22,10 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class TokenBytes:
-    """The bytes of every token of a vocabulary; built once, shared by all requests."""
+    """The bytes of every token of a vocabulary; built once, shared by all requests.
+
+    `texts` are those of tokens that hold whole code points only, else None.
+    """
 
     def __init__(
         self, tokens: Sequence[str | None], added: dict[int, str], silent: Iterable[int]
@@ -33,6 +36,8 @@ class TokenBytes:
             self._bytes[token_id] = content.encode()
         for token_id in silent:
             self._bytes[token_id] = b""
+        # Of tokens that are whole code points: nearly all of any answer.
+        self.texts = [_whole_text(data) for data in self._bytes]
 
     def __getitem__(self, token_id: int) -> bytes:
         return self._bytes[token_id]
@@ -47,14 +52,27 @@ class Detokenizer:
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_between = True  # no code point is unfinished
 
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that is complete after these tokens."""
-        return self._decoder.decode(b"".join(self._token_bytes[token_id] for token_id in token_ids))
+    def feed(self, token_id: int) -> str:
+        """The text that is complete after this token."""
+        text = self._token_bytes.texts[token_id]
+        if text is not None and self._is_between:
+            return text
+        text = self._decoder.decode(self._token_bytes[token_id])
+        self._is_between = not self._decoder.getstate()[0]
+        return text
 
     def flush(self) -> str:
         """A replacement character when the answer ended inside a code point, else nothing."""
         return self._decoder.decode(b"", final=True)
+
+
+def _whole_text(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _bytes_of(token: str | None, alphabet: dict[str, int]) -> bytes:

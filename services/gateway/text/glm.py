@@ -1,30 +1,22 @@
 """Splits a GLM answer's text into reasoning, content and tool calls, however it is chunked.
 
-Knows the model's markup, not the HTTP API. `</think>` ends the reasoning, and so does a tool call;
-a call is `<tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>` and is given
-out whole.
+Knows the model's markup, not the HTTP API. A call is given out whole. It ends at the first
+`</tool_call>`, so an argument cannot hold that text, nor `</arg_value>`. What is not a call of an
+offered tool is the text that it was.
+
+`</think>` ends the reasoning, and so does a call. `<think>` at an answer's beginning starts it.
+White space is the model's and stays, also behind `</think>`, but for what only separates: a blank
+run between markers and a call, or behind the last call, and blanks before a leading `<think>`.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-THINK_END = "</think>"
-CALL_START = "<tool_call>"
-CALL_END = "</tool_call>"
-KEY_START, KEY_END = "<arg_key>", "</arg_key>"
-VALUE_START, VALUE_END = "<arg_value>", "</arg_value>"
+from services.gateway.text.calls import CALL_END, CALL_START, CallText, read_call
+from services.gateway.text.schema_types import SchemaTypes
 
-# JSON type names a Python value answers to; bool before int, since a bool is an int.
-_JSON_TYPES: tuple[tuple[type, frozenset[str]], ...] = (
-    (bool, frozenset({"boolean"})),
-    (int, frozenset({"integer", "number"})),
-    (float, frozenset({"number"})),
-    (list, frozenset({"array"})),
-    (dict, frozenset({"object"})),
-    (type(None), frozenset({"null"})),
-)
+THINK_START, THINK_END = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -56,6 +48,14 @@ Schemas = Mapping[str, Mapping[str, Any]]  # tool name -> JSON schema of its par
 class Parser(Protocol):
     """Turns text into parts; the concatenation of equal parts does not depend on chunking."""
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends within the reasoning."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer ends here, whatever else comes."""
+
     def feed(self, text: str) -> list[Part]:
         """The parts that are certain now."""
 
@@ -65,6 +65,9 @@ class Parser(Protocol):
 
 class PlainParser:
     """Everything is content: the completions API."""
+
+    is_reasoning = False
+    is_complete = False
 
     def feed(self, text: str) -> list[Part]:
         """The text as it came."""
@@ -78,137 +81,158 @@ class PlainParser:
 class GlmParser:
     """The chat format's state machine: reasoning, content, and calls where tools were offered."""
 
-    def __init__(self, schemas: Schemas, *, is_reasoning: bool) -> None:
-        self._schemas = schemas
-        self._is_reasoning = is_reasoning
-        self._is_in_call = False
+    def __init__(
+        self, schemas: Schemas, *, is_reasoning: bool, max_calls: int | None = None
+    ) -> None:
+        """`is_reasoning`: the prompt ends within `<think>`. `max_calls`: None = any number."""
+        self.is_reasoning = is_reasoning
+        self._tools = {name: SchemaTypes(schema) for name, schema in schemas.items()}
+        self._calls_left = max_calls
+        self._is_first = True  # no text was given out yet, so <think> may still come
         self._held = ""
+        self._num_plain = 0  # leading characters of held in which no call starts
+        self._blank = ""  # white space that is left out if a call follows
+        self._follows_marker = not is_reasoning  # text so far, since a marker, is blank
+        self._follows_call = False
+        self._call: CallText | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer has all the calls it may have; later text is left out."""
+        return self._calls_left == 0
 
     def feed(self, text: str) -> list[Part]:
         """The parts that are certain now."""
-        self._held += text
+        if self.is_complete:
+            return []
+        if self._is_plain and "<" not in text:  # nearly every token: a quarter of the time
+            return [self._text(text)] if text else []
+        if self._call is not None:
+            self._call.add(text)
+        else:
+            self._held += text
         parts: list[Part] = []
-        while self._advance(parts):
+        while not self.is_complete and self._advance(parts):
             pass
         return parts
 
     def flush(self) -> list[Part]:
         """The held text as it is; an unfinished call is shown as the text it was, never lost."""
-        text, self._held = self._held, ""
-        if self._is_in_call:
-            text, self._is_in_call = CALL_START + text, False
-        return [self._text(text)] if text else []
+        parts: list[Part] = []
+        if self.is_complete:
+            return parts
+        self._is_first = False
+        if self._call is not None:
+            self._give_up_call(parts, len(self._call.text))
+        while self._find_marker(parts):
+            pass
+        self._take(parts, len(self._held))
+        if self._blank and not self._follows_call:
+            parts.append(self._text(self._blank))
+        return parts
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether text without a marker's beginning goes out as it comes."""
+        is_waiting = self._is_first or self._follows_marker or self._call is not None
+        return not (is_waiting or self._held)
 
     def _advance(self, parts: list[Part]) -> bool:
         """Take one step over the held text; False when more text is needed."""
-        return self._finish_call(parts) if self._is_in_call else self._find_marker(parts)
+        if self._call is not None:
+            return self._finish_call(self._call, parts)
+        if self._is_first:
+            return self._begin()
+        return self._find_marker(parts)
 
-    def _finish_call(self, parts: list[Part]) -> bool:
-        body, end, rest = self._held.partition(CALL_END)
-        if not end:
+    def _begin(self) -> bool:
+        """Pass over a leading <think>; False while it may still come."""
+        text = self._held.lstrip()
+        if THINK_START.startswith(text):
             return False
-        call = parse_call(body, self._schemas)
-        parts.append(call or Content(CALL_START + body + CALL_END))
-        self._held, self._is_in_call = rest, False
+        self._is_first = False
+        if text.startswith(THINK_START):
+            self._held = text[len(THINK_START) :]
+            self.is_reasoning = True
         return True
 
     def _find_marker(self, parts: list[Part]) -> bool:
-        markers = self._markers()
-        found = [(self._held.find(marker), marker) for marker in markers]
-        start, marker = min((hit for hit in found if hit[0] >= 0), default=(-1, ""))
-        if start < 0:
-            keep = _held_len(self._held, markers)
-            self._take(parts, len(self._held) - keep)
+        start, marker = self._first_marker()
+        if not marker:
+            self._take(parts, len(self._held) - _held_len(self._held, self._markers()))
             return False
         self._take(parts, start)
-        self._held = self._held[len(marker) :]
-        self._is_reasoning = False
-        self._is_in_call = marker == CALL_START
+        self._drop(len(marker))
+        if marker == CALL_START:
+            self._call, self._held = CallText(self._held), ""
+        else:
+            self.is_reasoning, self._follows_marker, self._follows_call = False, True, False
         return True
 
+    def _first_marker(self) -> tuple[int, str]:
+        found = [
+            (self._held.find(marker, self._num_plain if marker == CALL_START else 0), marker)
+            for marker in self._markers()
+        ]
+        return min((hit for hit in found if hit[0] >= 0), default=(-1, ""))
+
     def _markers(self) -> tuple[str, ...]:
-        calls = (CALL_START,) if self._schemas else ()
-        return (THINK_END, *calls) if self._is_reasoning else calls
+        calls = (CALL_START,) if self._tools else ()
+        return (THINK_END, *calls) if self.is_reasoning else calls
+
+    def _finish_call(self, call: CallText, parts: list[Part]) -> bool:
+        if not call.may_name(self._tools):
+            self._give_up_call(parts, 0)
+            return True
+        if not call.is_whole:
+            return False
+        body, _, rest = call.text.partition(CALL_END)
+        found = read_call(body, self._tools)
+        if found is None:
+            # The same end may still be another call's, which begins within what was none.
+            last_start = body.rfind(CALL_START)
+            self._give_up_call(parts, last_start if last_start >= 0 else len(body))
+            return True
+        parts.append(ToolCall(*found))
+        self._call, self._held, self._num_plain = None, rest, 0
+        self.is_reasoning, self._blank = False, ""
+        self._follows_marker = self._follows_call = True
+        if self._calls_left is not None:
+            self._calls_left -= 1
+        return True
+
+    def _give_up_call(self, parts: list[Part], num_plain: int) -> None:
+        """The marker was text; no call starts in the first characters behind it."""
+        assert self._call is not None
+        self._held, self._num_plain, self._call = self._call.text, num_plain, None
+        self._give(parts, CALL_START)
 
     def _take(self, parts: list[Part], num_characters: int) -> None:
         if num_characters:
-            parts.append(self._text(self._held[:num_characters]))
-            self._held = self._held[num_characters:]
+            text = self._held[:num_characters]
+            self._drop(num_characters)
+            self._give(parts, text)
+
+    def _drop(self, num_characters: int) -> None:
+        self._held = self._held[num_characters:]
+        self._num_plain = max(0, self._num_plain - num_characters)
+
+    def _give(self, parts: list[Part], text: str) -> None:
+        """Text for the client; blank text right behind a marker waits for what follows."""
+        if self._follows_marker and self._tools and not text.strip():
+            self._blank += text
+            return
+        parts.append(self._text(self._blank + text))
+        self._blank, self._follows_marker, self._follows_call = "", False, False
 
     def _text(self, text: str) -> Part:
-        return Reasoning(text) if self._is_reasoning else Content(text)
-
-
-def parse_call(body: str, schemas: Schemas) -> ToolCall | None:
-    """The call between the tags, typed by its tool's schema; None if malformed or not offered."""
-    name, has_arguments, rest = body.partition(KEY_START)
-    schema = schemas.get(name.strip())
-    if schema is None:
-        return None
-    arguments: dict[str, Any] = {}
-    rest = has_arguments + rest
-    while rest.strip():
-        key, value, rest = _next_argument(rest)
-        if key is None:
-            return None
-        arguments[key] = _typed(value, _types(schema, key))
-    return ToolCall(name.strip(), json.dumps(arguments, ensure_ascii=False))
-
-
-def _next_argument(text: str) -> tuple[str | None, str, str]:
-    """(key, value, rest) of the first argument; the key is None when the markup is broken."""
-    before, key_start, text = text.partition(KEY_START)
-    key, key_end, text = text.partition(KEY_END)
-    between, value_start, text = text.partition(VALUE_START)
-    value, value_end, rest = text.partition(VALUE_END)
-    is_whole = all((key_start, key_end, value_start, value_end))
-    if not is_whole or before.strip() or between.strip():
-        return None, "", ""
-    return key.strip(), value, rest
-
-
-def _types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """The JSON types the schema allows for an argument; empty when it does not say."""
-    properties = schema.get("properties")
-    declared = properties.get(key) if isinstance(properties, Mapping) else None
-    return _declared_types(declared)
-
-
-def _declared_types(declared: Any) -> frozenset[str]:
-    if not isinstance(declared, Mapping):
-        return frozenset()
-    kind = declared.get("type")
-    if isinstance(kind, str):
-        return frozenset({kind})
-    if isinstance(kind, list):
-        return frozenset(item for item in kind if isinstance(item, str))
-    choices = declared.get("anyOf") or declared.get("oneOf") or []
-    found = [_declared_types(choice) for choice in choices] if isinstance(choices, list) else []
-    return frozenset().union(*found)
-
-
-def _typed(value: str, types: frozenset[str]) -> Any:
-    """The value as JSON where the schema allows what it parses to; strings stand raw."""
-    if types == {"string"}:
-        return value
-    try:
-        parsed = json.loads(value, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        return value
-    for python_type, names in _JSON_TYPES:
-        if isinstance(parsed, python_type):
-            return parsed if not types or types & names else value
-    return value
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+        return Reasoning(text) if self.is_reasoning else Content(text)
 
 
 def _held_len(text: str, markers: tuple[str, ...]) -> int:
     """How many trailing characters may be the beginning of a marker."""
     longest = max((len(marker) for marker in markers), default=1) - 1
-    for length in range(min(longest, len(text)), 0, -1):
-        if any(marker.startswith(text[-length:]) for marker in markers):
-            return length
-    return 0
+    start = text.rfind("<", max(0, len(text) - longest))
+    if start < 0:
+        return 0
+    return len(text) - start if any(marker.startswith(text[start:]) for marker in markers) else 0

@@ -18,18 +18,20 @@ class StopScanner:
         self._first_characters = {stop[0] for stop in stops}
         self._longest_prefix_len = max((len(stop) for stop in stops), default=1) - 1
         self._held = ""
-        self.is_stopped = False
+        self.stopped_by: str | None = None  # the stop string that was found
 
     def feed(self, text: str) -> str:
         """What is surely no part of a stop string; nothing once a stop was found."""
-        if self.is_stopped or not self._stops:
-            return "" if self.is_stopped else text
+        if self.stopped_by is not None or not self._stops:
+            return "" if self.stopped_by is not None else text
+        if not self._held and self._first_characters.isdisjoint(text):
+            return text
         pending = self._held + text
-        cut = self._first_stop(pending)
-        if cut is not None:
-            self.is_stopped = True
+        found = self._first_stop(pending)
+        if found is not None:
+            start, self.stopped_by = found
             self._held = ""
-            return pending[:cut]
+            return pending[:start]
         keep_from = self._first_possible_stop(pending)
         self._held = pending[keep_from:]
         return pending[:keep_from]
@@ -39,11 +41,11 @@ class StopScanner:
         held, self._held = self._held, ""
         return held
 
-    def _first_stop(self, pending: str) -> int | None:
-        """Where the winning stop string starts in pending."""
-        found = [(pending.find(stop), len(stop)) for stop in self._stops]
-        ends = [(start + length, start) for start, length in found if start >= 0]
-        return min(ends)[1] if ends else None
+    def _first_stop(self, pending: str) -> tuple[int, str] | None:
+        """Where the winning stop string starts in pending, and which it is."""
+        found = [(pending.find(stop), stop) for stop in self._stops]
+        ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+        return min(ends)[1:] if ends else None
 
     def _first_possible_stop(self, pending: str) -> int:
         """Where the longest suffix starts that is the beginning of some stop string."""

@@ -1,6 +1,5 @@
-"""Incremental text equals the tokenizer's own decoding of the whole, whatever the batches."""
+"""Incremental text equals the tokenizer's own decoding of the whole."""
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,22 +23,18 @@ def oracle() -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
 
 
-def decode(tokenizer: Tokenizer, batches: list[list[int]]) -> str:
+def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
     detokenizer = tokenizer.detokenizer()
-    return "".join(detokenizer.feed(batch) for batch in batches) + detokenizer.flush()
+    return "".join(map(detokenizer.feed, ids)) + detokenizer.flush()
 
 
 @settings(max_examples=200, deadline=None)
-@given(ids=st.lists(st.integers(0, NUM_PLAIN_TOKENS - 1), max_size=24), data=st.data())
-def test_any_tokens_in_any_batches_decode_as_a_whole(
-    tokenizer: Tokenizer, oracle: tokenizers.Tokenizer, ids: list[int], data: st.DataObject
+@given(ids=st.lists(st.integers(0, NUM_PLAIN_TOKENS - 1), max_size=24))
+def test_any_tokens_one_by_one_decode_as_a_whole(
+    tokenizer: Tokenizer, oracle: tokenizers.Tokenizer, ids: list[int]
 ) -> None:
     """Random tokens are mostly broken UTF-8: replacement characters must agree too."""
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=5)))
-    edges = [0, *cuts, len(ids)]
-    batches = [ids[a:b] for a, b in pairwise(edges)]
-
-    assert decode(tokenizer, batches) == oracle.decode(ids)
+    assert decode(tokenizer, ids) == oracle.decode(ids)
 
 
 @settings(deadline=None)
@@ -49,7 +44,7 @@ def test_text_survives_the_round_trip_token_by_token(tokenizer: Tokenizer, text:
     ids = tokenizer.encode(text)
 
     if all(token_id < NUM_PLAIN_TOKENS for token_id in ids):
-        assert decode(tokenizer, [[token_id] for token_id in ids]) == text
+        assert decode(tokenizer, ids) == text
 
 
 @pytest.mark.parametrize("text", ["안녕하세요 세계", "👩‍👩‍👧 family", "naïve ﬃ 𝔘"])
@@ -57,7 +52,7 @@ def test_no_piece_ever_shows_half_a_code_point(tokenizer: Tokenizer, text: str) 
     """A client prints each piece as it comes."""
     detokenizer = tokenizer.detokenizer()
 
-    pieces = [detokenizer.feed([token_id]) for token_id in tokenizer.encode(text)]
+    pieces = [detokenizer.feed(token_id) for token_id in tokenizer.encode(text)]
 
     assert "".join(pieces) == text
     assert "\ufffd" not in "".join(pieces)
@@ -67,7 +62,7 @@ def test_control_and_stop_tokens_have_no_text_but_markup_has(tokenizer: Tokenize
     """`</think>` must reach the parser; `<|user|>` must reach nobody."""
     ids = tokenizer.encode("a</think>b<|user|><|endoftext|><|assistant|>")
 
-    assert decode(tokenizer, [ids]) == "a</think>b"
+    assert decode(tokenizer, ids) == "a</think>b"
 
 
 def test_an_answer_that_ends_inside_a_code_point_says_so(tokenizer: Tokenizer) -> None:
@@ -75,4 +70,4 @@ def test_an_answer_that_ends_inside_a_code_point_says_so(tokenizer: Tokenizer) -
     ids = tokenizer.encode("한")
 
     assert len(ids) > 1
-    assert decode(tokenizer, [ids[:-1]]) == "\ufffd"
+    assert decode(tokenizer, ids[:-1]) == "\ufffd"

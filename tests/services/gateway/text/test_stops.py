@@ -12,19 +12,20 @@ texts = st.text(ALPHABET, max_size=24)
 stop_lists = st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4)
 
 
-def scan(chunks: list[str], stops: list[str]) -> tuple[str, bool]:
+def scan(chunks: list[str], stops: list[str]) -> tuple[str, str | None]:
     scanner = StopScanner(stops)
     text = "".join(scanner.feed(chunk) for chunk in chunks)
-    return text + scanner.flush(), scanner.is_stopped
+    return text + scanner.flush(), scanner.stopped_by
 
 
-def expected(text: str, stops: list[str]) -> tuple[str, bool]:
+def expected(text: str, stops: list[str]) -> tuple[str, str | None]:
     """The definition, one character at a time: the first to complete, the longest of equals."""
     for end in range(1, len(text) + 1):
-        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
-        if starts:
-            return text[: min(starts)], True
-    return text, False
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            winner = max(complete, key=len)
+            return text[: end - len(winner)], winner
+    return text, None
 
 
 @settings(deadline=None)
@@ -45,7 +46,7 @@ def test_every_two_way_split_of_every_stop_is_found() -> None:
     for stop in ["</s>", "\n\n", "끝", "ENDE", "🙂!"]:
         text = f"before {stop} after"
         for cut in range(len(text) + 1):
-            assert scan([text[:cut], text[cut:]], [stop]) == ("before ", True)
+            assert scan([text[:cut], text[cut:]], [stop]) == ("before ", stop)
 
 
 def test_text_that_can_not_become_a_stop_is_passed_on_at_once() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from services.gateway.text.tokenizer import Tokenizer
+from shared import block_hash
 from shared.errors import BadRequest, ConfigError
 
 CHECKPOINT = Path(__file__).parents[4] / "checkpoints" / "demo-fp8"
@@ -86,23 +87,47 @@ def test_a_text_far_too_long_is_found_out_early(tokenizer: Tokenizer) -> None:
     assert not tokenizer.surely_exceeds(" " * 500_000, len(tokenizer.encode(" " * 500_000)))
 
 
-def test_a_template_cannot_touch_what_it_is_given(tmp_path: Path) -> None:
-    """A checkpoint is somebody else's program."""
-    attack = "{{ messages.append(1) }}{{ ''.__class__.__mro__ }}"
-    tokenizer = Tokenizer(copy_with(tmp_path, "chat_template.jinja", attack))
+def test_a_run_that_nothing_splits_is_refused(tokenizer: Tokenizer) -> None:
+    """It takes a hundred times its size of memory, and everything else waits for it."""
+    with pytest.raises(BadRequest, match="1048576 characters"):
+        tokenizer.encode_bytes("<|user|>" + "=" * 1_100_000)
+    with pytest.raises(BadRequest, match="1048576 characters"):
+        tokenizer.surely_exceeds("=" * 1_100_000, 200_000)
+    assert tokenizer.encode_bytes("= 1 " * 300_000)
 
-    with pytest.raises(BadRequest, match="chat template"):
-        tokenizer.render([{"role": "user", "content": "x"}], None, {})
+
+def test_ids_come_in_wire_form_and_as_numbers(tokenizer: Tokenizer) -> None:
+    """A million Python integers are not needed to send them on."""
+    text = "[gMASK]<sop><|user|>Ünïcode 한국 " + "and more words. \n" * 3000
+
+    ids = tokenizer.encode(text)
+
+    assert ids == tokenizer.encode(text, "another tenant")
+    assert tokenizer.encode_bytes(text) == block_hash.token_bytes(ids)
+    assert tokenizer.encode_bytes("") == b""
 
 
-def test_a_template_may_refuse_a_chat(tmp_path: Path) -> None:
-    """`raise_exception` is how templates say so."""
-    tokenizer = Tokenizer(
-        copy_with(tmp_path, "chat_template.jinja", "{{ raise_exception('no system turns') }}")
-    )
+def test_a_token_is_told_by_name_and_by_its_bytes(tokenizer: Tokenizer) -> None:
+    """A control token has a name but adds no text; half a code point has bytes but no name."""
+    user, think = tokenizer.encode("<|user|><think>")
+    first, *_ = tokenizer.encode("한")
 
-    with pytest.raises(BadRequest, match="no system turns"):
-        tokenizer.render([], None, {})
+    assert (tokenizer.token_text(user), tokenizer.token_bytes(user)) == ("<|user|>", b"")
+    assert (tokenizer.token_text(think), tokenizer.token_bytes(think)) == ("<think>", b"<think>")
+    assert tokenizer.token_text(first) == "\ufffd"
+    assert "한".encode().startswith(tokenizer.token_bytes(first))
+
+
+def test_ids_become_text_with_or_without_control_tokens(tokenizer: Tokenizer) -> None:
+    """What /detokenize gives."""
+    text = "<|user|>한국 a</think>"
+    ids = tokenizer.encode(text)
+
+    assert tokenizer.decode(ids, skips_special=False) == text
+    assert tokenizer.decode(ids, skips_special=True) == "한국 a</think>"
+    for outside in (-1, 4096):
+        with pytest.raises(BadRequest, match=f"{outside} is not in the vocabulary"):
+            tokenizer.decode([1, outside], skips_special=True)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "chat_template.jinja"])
