@@ -10,6 +10,32 @@ from shared import farspan_pb2 as pb
 from shared.layout_key import LayoutKey, layout_key
 
 _ROLE_NAMES = ((pb.ROLE_PREFILL, "prefill"), (pb.ROLE_DECODE, "decode"))
+_SHOWN_S = 60.0  # a silent worker is shown so long: a person wants to see who has gone
+
+
+@dataclass(frozen=True)
+class Pool:
+    """One of a worker's pools, in its own blocks or pages."""
+
+    name: str
+    free: int
+    total: int
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """A worker as people see it."""
+
+    id: str
+    role: str
+    state: str  # its own word, or "silent"
+    model: str
+    heard_s_ago: float
+    running: int
+    waiting: int
+    waiting_tokens: int
+    tokens_per_s: float  # 0 = not known yet
+    pools: list[Pool]
 
 
 @dataclass(frozen=True)
@@ -71,6 +97,16 @@ class Fleet:
             and now_s - max(heard.at_s, self._forgiven_at_s) <= self._timeout_s
         ]
 
+    def view(self, now_s: float) -> list[WorkerView]:
+        """The workers heard of in the last minute, prefill first, by name."""
+        shown = [
+            (heard.heartbeat, now_s - heard.at_s)
+            for heard in self._heard.values()
+            if now_s - heard.at_s <= _SHOWN_S
+        ]
+        shown.sort(key=lambda each: (each[0].role, each[0].worker.worker_id))
+        return [_view(beat, ago_s, ago_s > self._timeout_s) for beat, ago_s in shown]
+
     def missing(self, now_s: float) -> str:
         """Why no request can be served now; empty when one can."""
         absent = [name for role, name in _ROLE_NAMES if not self.ready(role, now_s)]
@@ -102,3 +138,32 @@ def _limits(beats: Iterable[pb.Heartbeat]) -> dict[LayoutKey, int]:
         key = layout_key(beat.layout)
         most[key] = max(most.get(key, 0), beat.limits.max_sequence_tokens)
     return most
+
+
+def _view(beat: pb.Heartbeat, ago_s: float, is_silent: bool) -> WorkerView:
+    load = beat.load
+    state = pb.ServiceState.Name(beat.state).removeprefix("SERVICE_STATE_").lower()
+    return WorkerView(
+        id=beat.worker.worker_id,
+        role=dict(_ROLE_NAMES).get(beat.role, "unknown"),
+        state="silent" if is_silent else state,
+        model=beat.model,
+        heard_s_ago=round(ago_s, 3),
+        running=load.num_running,
+        waiting=load.num_waiting,
+        waiting_tokens=load.waiting_tokens,
+        tokens_per_s=round(load.tokens_per_s, 1),
+        pools=_pools(beat),
+    )
+
+
+def _pools(beat: pb.Heartbeat) -> list[Pool]:
+    """Those that the worker has."""
+    load = beat.load
+    first = "blocks" if beat.role == pb.ROLE_PREFILL else "host pages"
+    pools = (
+        Pool(first, load.free_blocks, load.total_blocks),
+        Pool("device pages", load.free_device_pages, load.total_device_pages),
+        Pool("index pages", load.free_index_pages, load.total_index_pages),
+    )
+    return [pool for pool in pools if pool.total]

@@ -137,3 +137,44 @@ def test_workers_that_are_no_pair_are_missing_each_other() -> None:
 
     assert fleet.max_sequence_tokens(100.0) == 0
     assert "agree" in fleet.missing(100.0)
+
+
+def test_people_see_the_workers_with_their_pools() -> None:
+    """Prefill first, each with the pools it has."""
+    fleet = Fleet("m", 3.0)
+    decode = beat("d", role=pb.ROLE_DECODE, state=pb.SERVICE_STATE_DRAINING)
+    decode.load.MergeFrom(
+        pb.Load(
+            num_running=2,
+            free_blocks=1,
+            total_blocks=4,
+            free_device_pages=2,
+            total_device_pages=5,
+            free_index_pages=3,
+            total_index_pages=6,
+            tokens_per_s=12.34,
+        )
+    )
+    fleet.hear(decode, 99.0)
+    fleet.hear(beat("p"), 100.0)
+
+    prefill, shown = fleet.view(100.0)
+
+    assert (prefill.id, prefill.role, prefill.state, prefill.pools) == ("p", "prefill", "ready", [])
+    assert (shown.id, shown.role, shown.state, shown.model) == ("d", "decode", "draining", "m")
+    assert (shown.running, shown.tokens_per_s, shown.heard_s_ago) == (2, 12.3, 1.0)
+    assert [(pool.name, pool.free, pool.total) for pool in shown.pools] == [
+        ("host pages", 1, 4),
+        ("device pages", 2, 5),
+        ("index pages", 3, 6),
+    ]
+
+
+def test_people_see_a_silent_worker_for_a_minute() -> None:
+    """Long enough to notice who has gone."""
+    fleet = Fleet("m", 3.0)
+    fleet.hear(beat("p"), 100.0)
+
+    assert [worker.state for worker in fleet.view(103.0)] == ["ready"]
+    assert [worker.state for worker in fleet.view(103.1)] == ["silent"]
+    assert fleet.view(160.1) == []

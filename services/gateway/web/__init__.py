@@ -1,0 +1,1 @@
+"""The page for people at `/`, and what it reads: the fleet, and requests' timelines."""
