@@ -3,13 +3,14 @@
 import asyncio
 import itertools
 import time
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from shared import farspan_pb2 as pb
 from shared import subjects
-from shared.block_hash import token_bytes
+from shared.block_hash import token_bytes, token_ids
 from shared.bus import Bus
 from shared.errors import FarspanError, WorkerLost
 
@@ -31,6 +32,8 @@ class Plan:
     failure: pb.Failure | None = None
     lost: frozenset[int] = frozenset()  # messages that get lost the first time
     sends_twice: bool = False
+    prefill_stages: tuple[pb.Stage, ...] = ()  # told with the first token
+    decode_stages: tuple[pb.Stage, ...] = ()  # and with the end
 
 
 @dataclass
@@ -42,6 +45,7 @@ class FakeWorker:
     max_sequence_tokens: int = 100_000
     state: pb.ServiceState = pb.SERVICE_STATE_READY
     is_alive: bool = True
+    load: pb.Load = field(default_factory=pb.Load)
 
     @property
     def id(self) -> str:
@@ -66,6 +70,7 @@ class FakeFleet:
     _released: asyncio.Event = field(default_factory=asyncio.Event)
     _playing: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _sent: dict[str, tuple[pb.Submit, list[int]]] = field(default_factory=dict)
+    _planned: dict[str, Plan] = field(default_factory=dict)
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @asynccontextmanager
@@ -146,6 +151,7 @@ class FakeFleet:
         plan = self.plans.pop(0) if len(self.plans) > 1 else self.plans[0]
         if plan.refuse is not None:
             return pb.SubmitReply(failure=plan.refuse)
+        self._planned[submit.request_id] = plan
         self._playing[submit.request_id] = asyncio.create_task(self._play(submit, plan))
         return pb.SubmitReply(accepted=pb.Accepted())
 
@@ -191,6 +197,8 @@ class FakeFleet:
                 index=next_index,
                 token_ids=token_bytes(tokens[next_index - first :]),
                 end=end,
+                logprobs=logprobs_of(tokens[next_index - first :], submit.sampling),
+                stages=self._planned[submit.request_id].decode_stages,
             )
             try:
                 reply = await self.bus.request(
@@ -211,7 +219,13 @@ class FakeFleet:
             index=submit.num_resumed_tokens + place,
             token_ids=token_bytes(tokens),
             cached_tokens=cached,
+            logprobs=logprobs_of(tokens, submit.sampling),
+            stages=self._planned[submit.request_id].prefill_stages if place == 0 else (),
         )
+        if place == 0 and submit.sampling.HasField("num_prompt_logprobs"):
+            num_top = submit.sampling.num_prompt_logprobs
+            prompt = token_ids(submit.token_ids)
+            message.prompt_logprobs.CopyFrom(logprobs(prompt, num_top, is_prompt=True))
         batch = pb.TokenBatch(messages=[message])
         await self.bus.publish(subjects.TOKENS, batch, gateway=submit.gateway_id)
 
@@ -244,8 +258,31 @@ class FakeFleet:
             model=self.model,
             layout=pb.KvLayout(model_fingerprint="f1"),
             limits=pb.Limits(max_sequence_tokens=worker.max_sequence_tokens, max_concurrent=8),
+            load=worker.load,
         )
         try:
             await self.bus.publish(subjects.HEARTBEAT, beat)
         except FarspanError:
             return  # a test has stopped the server
+
+
+def logprobs_of(tokens: list[int], sampling: pb.SamplingParams) -> pb.TokenLogprobs | None:
+    """What a worker would send with these tokens of an answer."""
+    if not sampling.HasField("num_logprobs"):
+        return None
+    return logprobs(tokens, sampling.num_logprobs)
+
+
+def logprobs(tokens: list[int], num_top: int, *, is_prompt: bool = False) -> pb.TokenLogprobs:
+    """Made up: a token's logprob is minus a hundredth of its id; the likeliest are 0, 1, 2..."""
+    chosen = [-token / 100 for token in tokens]
+    top = [-float(place) for place in range(num_top)] * len(tokens)
+    if is_prompt:
+        chosen[0] = float("nan")
+        top[:num_top] = [float("nan")] * num_top
+    return pb.TokenLogprobs(
+        num_top=num_top,
+        chosen=array("f", chosen).tobytes(),
+        top_token_ids=array("I", list(range(num_top)) * len(tokens)).tobytes(),
+        top_logprobs=array("f", top).tobytes(),
+    )

@@ -12,26 +12,39 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway import openapi
 from services.gateway.attempt import Line
 from services.gateway.config import GatewayConfig
 from services.gateway.decisions import PATH as DECISIONS_PATH
 from services.gateway.decisions import Decisions
-from services.gateway.endpoint import CHAT, CLIENT_ID, COMPLETION, Endpoint
+from services.gateway.dialects.chat_replies import CHAT
+from services.gateway.dialects.completion_replies import COMPLETION
+from services.gateway.dialects.dialect import Dialect
+from services.gateway.dialects.messages_replies import MESSAGES, anthropic_error
+from services.gateway.dialects.responses_replies import RESPONSES
+from services.gateway.door.doorkeeper import Doorkeeper, tenant_of
+from services.gateway.door.opened import Door, opened
+from services.gateway.endpoint import CLIENT_ID, Endpoint
 from services.gateway.exchange import Resources
-from services.gateway.failures import error_object
+from services.gateway.failures import HttpFailure, openai_error
 from services.gateway.fleet import Fleet
 from services.gateway.listener import listening
 from services.gateway.mailroom import Mailroom
+from services.gateway.metrics import CONTENT_TYPE, Metrics
 from services.gateway.text.tokenizer import Tokenizer
+from services.gateway.text_endpoints import add_text_routes
+from services.gateway.timelines import Timelines
+from services.gateway.web.routes import Observed, add_page
 from shared import bus, lifecycle, subjects, tasks
 from shared import farspan_pb2 as pb
 
@@ -41,6 +54,15 @@ _WATCH_S = 0.25
 _ALIVE_S = 1.0
 _STALL_S = 1.0  # a loop that stood still this long has unread heartbeats: silence proves nothing
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+DIALECTS: dict[str, Dialect] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/v1/messages": MESSAGES,
+    "/v1/responses": RESPONSES,
+}
+_ANTHROPIC = "/v1/messages"  # paths whose errors have its form
 
 
 class Readiness:
@@ -70,18 +92,23 @@ class Serving:
     port: int
     health_port: int
     readiness: Readiness
+    app: FastAPI
 
 
 @asynccontextmanager
 async def serve(config: GatewayConfig) -> AsyncIterator[Serving]:
     """The gateway, listening inside the block. Raises ConfigError for what is missing."""
-    tokenizer = await asyncio.to_thread(Tokenizer, config.checkpoint)
+    cache_bytes = config.tokenizer_cache_mib << 20
+    tokenizer = await asyncio.to_thread(Tokenizer, config.checkpoint, cache_bytes)
     fleet = Fleet(config.model_name, config.heartbeat_timeout_s)
     readiness = Readiness()
-    async with bus.connect(config.nats_url, f"gateway {config.id}") as connection:
+    async with (
+        opened(config, {_ANTHROPIC: anthropic_error}) as door,
+        bus.connect(config.nats_url, f"gateway {config.id}", config.nats) as connection,
+    ):
         mailroom = Mailroom(connection)
         line = Line(connection, mailroom, fleet, config.id, config.model_name)
-        app = build_app(Resources(config, tokenizer, line), readiness)
+        app = build_app(Resources(config, tokenizer, line, Metrics(), Timelines()), readiness, door)
         async with (
             mailroom.open(config.id),
             connection.listen(subjects.HEARTBEAT, _hearing(line)),
@@ -91,22 +118,30 @@ async def serve(config: GatewayConfig) -> AsyncIterator[Serving]:
             tasks.background(_say_alive(line)),
         ):
             try:
-                yield Serving(port, health_port, readiness)
+                yield Serving(port, health_port, readiness, app)
             finally:
                 readiness.drain()
 
 
-def build_app(resources: Resources, readiness: Readiness) -> FastAPI:
+def build_app(resources: Resources, readiness: Readiness, door: Door) -> FastAPI:
     """All routes. Whatever is answered is JSON, errors included."""
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.add_middleware(RequestIds)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_middleware(Doorkeeper, rules=door.rules, turnstile=door.turnstile)
+    app.add_middleware(RequestIds)  # the last is outermost: who is refused gets an id, too
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)
     app.router.routes += [
-        Route("/v1/chat/completions", Endpoint(resources, CHAT), methods=["POST"]),
-        Route("/v1/completions", Endpoint(resources, COMPLETION), methods=["POST"]),
+        Route(path, Endpoint(resources, dialect), methods=["POST"])
+        for path, dialect in DIALECTS.items()
     ]
     _add_models(app, resources)
+    add_text_routes(app, resources)
+    _add_metrics(app, resources.metrics)
+    _add_document(app, openapi.document(resources.config.model_name))
+    add_page(
+        app,
+        Observed(resources.line.fleet, resources.timelines, resources.line.clock, tenant_of),
+    )
     line, config = resources.line, resources.config
     decisions = Decisions(line.bus, line.gateway_id, config.debug_token)
     app.add_api_route(DECISIONS_PATH, decisions.__call__, methods=["GET"])
@@ -134,7 +169,7 @@ def _add_models(app: FastAPI, resources: Resources) -> None:
             "created": created,
             "owned_by": "farspan",
             # Without workers nothing is served; what the model could do is the better answer then.
-            "max_model_len": resources.max_tokens(resources.line.clock())
+            "max_model_len": resources.limits(resources.line.clock()).max_tokens
             or resources.tokenizer.checkpoint.max_context_tokens,
         }
 
@@ -144,13 +179,27 @@ def _add_models(app: FastAPI, resources: Resources) -> None:
     async def model(name: str) -> JSONResponse:
         if name == resources.config.model_name:
             return JSONResponse(model_object())
-        body = error_object(
-            f"the model {name!r} does not exist", param="model", code="model_not_found"
+        failure = HttpFailure(
+            404, f"the model {name!r} does not exist", param="model", code="model_not_found"
         )
-        return JSONResponse(body, 404)
+        return JSONResponse(openai_error(failure), failure.status)
 
     _add_get(app, "/v1/models", models)
     _add_get(app, "/v1/models/{name:path}", model)
+
+
+def _add_metrics(app: FastAPI, metrics: Metrics) -> None:
+    async def scrape() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+    _add_get(app, "/metrics", scrape)
+
+
+def _add_document(app: FastAPI, document: dict[str, Any]) -> None:
+    async def described() -> JSONResponse:
+        return JSONResponse(document)
+
+    _add_get(app, "/openapi.json", described)
 
 
 def _add_get(app: FastAPI, path: str, answer: Callable[..., Awaitable[object]]) -> None:
@@ -175,24 +224,32 @@ class RequestIds:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = headers["request-id"] = request_id  # Anthropic's name
             await send(message)
 
         await self._app(scope, receive, send_with_id)
 
 
-async def _http_error(_: Request, error: Exception) -> JSONResponse:
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    phrase = HTTPStatus(error.status_code).phrase
-    body = error_object(str(error.detail), code=phrase.lower().replace(" ", "_"))
-    return JSONResponse(body, error.status_code, headers=error.headers)
-
-
-async def _internal_error(_: Request, error: Exception) -> JSONResponse:
-    logger.error("a request failed", exc_info=error)
-    return JSONResponse(
-        error_object("internal error", kind="server_error", code="internal_error"), 500
+    code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
+    failure = HttpFailure(
+        error.status_code, str(error.detail), code=code, headers=error.headers or {}
     )
+    return _failed(request, failure)
+
+
+async def _internal_error(request: Request, error: Exception) -> JSONResponse:
+    logger.error("a request failed", exc_info=error)
+    failure = HttpFailure(500, "internal error", "server_error", code="internal_error")
+    return _failed(request, failure)
+
+
+def _failed(request: Request, failure: HttpFailure) -> JSONResponse:
+    is_anthropic = request.url.path.startswith(_ANTHROPIC)
+    told = anthropic_error(failure) if is_anthropic else openai_error(failure)
+    return JSONResponse(told, failure.status, headers=dict(failure.headers))
 
 
 def _hearing(line: Line) -> Callable[[pb.Heartbeat], Awaitable[None]]:

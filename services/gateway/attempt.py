@@ -45,6 +45,7 @@ class Job:
     deadline_s: float  # on the line's clock
     deadline_unix_ms: int
     priority: int = 0
+    session: str = ""  # what the client calls the conversation
     known_as: tuple[str, ...] = ()  # the ids that the client sees
 
     @property
@@ -80,6 +81,7 @@ class Attempt:
             priority=self._job.priority,
             known_as=self._job.known_as,
             gateway_id=self._line.gateway_id,
+            session=self._job.session,
         )
         with telemetry.span("gateway.place") as span:
             reply = await self._line.bus.request(
@@ -95,7 +97,11 @@ class Attempt:
     async def submit(self) -> None:
         """Hand the request to its prefill worker; from now on tokens arrive in the inbox."""
         placement = self.placed
-        self.inbox = Inbox(self._num_received, [placement.prefill, placement.decode])
+        self.inbox = Inbox(
+            self._num_received,
+            [placement.prefill, placement.decode],
+            has_logprobs=self._job.sampling.HasField("num_logprobs"),
+        )
         self._line.mailroom.add(self.request_id, self.inbox)
         self._started_at_s = self._line.clock()
         request = pb.Submit(
@@ -169,6 +175,8 @@ class Attempt:
         sampling.CopyFrom(self._job.sampling)
         sampling.max_new_tokens -= self._num_received
         sampling.min_new_tokens = max(0, sampling.min_new_tokens - self._num_received)
+        if self._received:  # they came with the first token
+            sampling.ClearField("num_prompt_logprobs")
         return sampling
 
     def _block_hashes(self) -> bytes:

@@ -1,7 +1,7 @@
 """GET /debug/decisions/{request id}: why a request went where it went, as its router stored it.
 
-Open to who has the token only: inputs tell of other requests' load, and ids of clients. Without a
-token there is no such page.
+Open to who has the token or an operator's key: inputs tell of other requests' load, and ids of
+clients. Without token and keys there is no such page.
 """
 
 import asyncio
@@ -15,7 +15,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from services.gateway.failures import error_object
+from services.gateway.door.doorkeeper import CALLER
+from services.gateway.door.keys import Caller
+from services.gateway.failures import HttpFailure, openai_error
 from shared import farspan_pb2 as pb
 from shared import subjects
 from shared.bus import Bus
@@ -35,15 +37,18 @@ class Decisions:
 
     async def __call__(self, request: Request) -> JSONResponse:
         """The stored decisions of one request, in order."""
-        if not self.token:
-            raise HTTPException(404)
-        if not self._is_allowed(request.headers.get("authorization", "")):
-            raise HTTPException(401, headers={"WWW-Authenticate": "Bearer"})
+        caller: Caller = request.scope["state"][CALLER]
+        if not caller.is_operator:
+            if not self.token:
+                raise HTTPException(404)
+            if not self._is_allowed(request.headers.get("authorization", "")):
+                raise HTTPException(401, headers={"WWW-Authenticate": "Bearer"})
         request_id = request.path_params["request_id"]
         records = await self._ask(request_id)
         if not records:
             message = f"no router remembers a decision about {request_id!r}"
-            return JSONResponse(error_object(message, code="decision_not_found"), 404)
+            failure = HttpFailure(404, message, code="decision_not_found")
+            return JSONResponse(openai_error(failure), failure.status)
         decisions = [json_format.MessageToDict(record) for record in records]
         return JSONResponse({"id": request_id, "decisions": decisions})
 

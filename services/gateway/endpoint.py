@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.exchange import Dialect, Exchange, Resources
+from services.gateway.dialects.dialect import Dialect
+from services.gateway.door.doorkeeper import VISIT
+from services.gateway.door.limits import Visit
+from services.gateway.exchange import Exchange, Resources
 from services.gateway.failures import ShuttingDown
-from services.gateway.dialects.openai import ChatRequest, CompletionRequest, parse
-from services.gateway.dialects.replies import ChatReplies, CompletionReplies
+from services.gateway.record import Client
 from services.gateway.wire import ClientGone, Response, read_body, until_gone
 from shared import telemetry
 from shared.errors import FarspanError
@@ -21,10 +23,6 @@ from shared.errors import FarspanError
 logger = logging.getLogger(__name__)
 
 CLIENT_ID = "client_id"  # where a connection's state holds its x-request-id
-CHAT = Dialect("chat", lambda body: parse(ChatRequest, body), ChatReplies)
-COMPLETION = Dialect(
-    "text_completion", lambda body: parse(CompletionRequest, body), CompletionReplies
-)
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request to its end."""
         headers = Headers(scope=scope)
-        response = Response(send)
+        response = Response(send, self.dialect.keep_alive)
         model = self.resources.config.model_name
         name = f"{self.dialect.operation} {model}"
         attributes: dict[str, telemetry.AttributeValue] = {
@@ -45,16 +43,22 @@ class Endpoint:
             "gen_ai.provider.name": "farspan",
             "gen_ai.request.model": model,
         }
-        with telemetry.attached(headers), telemetry.span(name, span_kind="server") as span:
-            client_id = scope.get("state", {}).get(CLIENT_ID, "")
-            exchange = Exchange(self.resources, self.dialect, response, span, client_id)
+        with (
+            self.resources.metrics.in_flight.track_inprogress(),
+            telemetry.attached(headers),
+            telemetry.span(name, span_kind="server") as span,
+        ):
+            state = scope["state"]
+            visit: Visit = state[VISIT]
+            client = Client(visit.caller.tenant, state[CLIENT_ID], visit)
+            exchange = Exchange(self.resources, self.dialect, response, span, client)
             span.set(**attributes, **{"farspan.request_id": exchange.request_id})
             try:
+                visit.enter_queue()
                 body = await read_body(receive, self.resources.config.max_body_bytes)
                 await until_gone(exchange.run(body, headers), receive)
-            except ClientGone as error:
-                span.set(**{"error.type": "client_left"})
-                logger.info("%s: %s", exchange.request_id, error)
+            except ClientGone:
+                exchange.leave()
             except FarspanError as error:
                 await exchange.fail(error)
             except asyncio.CancelledError:

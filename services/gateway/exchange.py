@@ -8,40 +8,35 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import aclosing
-from dataclasses import dataclass, replace
-from http import HTTPStatus
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 
-from services.gateway.text.answer import Answer
+from services.gateway.ask import Ask, Chat, Text, TokenIds
 from services.gateway.attempt import Job, Line
+from services.gateway.choices import Choice, Choices, Echo
 from services.gateway.config import GatewayConfig
+from services.gateway.dialects.dialect import Call, Dialect, Replies
+from services.gateway.door.keys import salt
 from services.gateway.failures import InvalidRequest, as_http
-from services.gateway.generation import Generation, Usage, generation
-from services.gateway.intake import (
-    Intake,
-    fitting_max_new_tokens,
-    sampling_params,
-    take_in,
-)
-from services.gateway.dialects.openai import ChatRequest, CompletionRequest
-from services.gateway.dialects.replies import Replies
+from services.gateway.intake import Intake, Limits, take_in
+from services.gateway.metrics import Metrics
+from services.gateway.record import Books, Client, Record
 from services.gateway.text.tokenizer import Tokenizer
-from services.gateway.wire import Response, dump
+from services.gateway.timelines import Timelines
+from services.gateway.wire import Response, encoded
 from shared import block_hash, telemetry
-from shared import farspan_pb2 as pb
 from shared.errors import DeadlineExceeded, FarspanError, WorkerLost
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_HEADER = "x-request-timeout-s"
+SESSION_HEADERS = ("x-correlation-id", "x-session-id", "x-claude-code-session-id", "session-id")
+_MAX_SESSION_CHARACTERS = 256
 _SMALL_BODY_BYTES = 4 << 10  # tokenised in 3 ms; more would hold up the other streams
+_READ_AT_ONCE_BYTES = 16 << 10  # parsed in less than 1 ms; going to a thread takes 0.3 ms
 _GRACE_S = 1.0  # a client that reads too slowly is given up this long after the deadline
 _LAST_WORD_S = 1.0  # and this long is tried to tell it why
-
-Request = ChatRequest | CompletionRequest
 
 
 @dataclass(frozen=True)
@@ -51,20 +46,17 @@ class Resources:
     config: GatewayConfig
     tokenizer: Tokenizer
     line: Line
+    metrics: Metrics
+    timelines: Timelines
 
-    def max_tokens(self, now_s: float) -> int:
-        """The most tokens a request can have, its answer included; 0 without workers."""
+    def limits(self, now_s: float) -> Limits:
+        """What bounds a request now; no tokens at all without workers."""
         held = self.line.fleet.max_sequence_tokens(now_s)
-        return min(self.tokenizer.checkpoint.max_context_tokens, held)
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """What distinguishes one generating endpoint from another."""
-
-    operation: str  # gen_ai.operation.name
-    parse: Callable[[bytes], Request]
-    replies: Callable[[str, bool], Replies]
+        return Limits(
+            max_tokens=min(self.tokenizer.checkpoint.max_context_tokens, held),
+            max_prompt_tokens=self.config.max_prompt_tokens,
+            default_new_tokens=self.config.default_max_tokens,
+        )
 
 
 class Exchange:
@@ -76,16 +68,21 @@ class Exchange:
         dialect: Dialect,
         response: Response,
         span: telemetry.Span,
-        client_id: str,
+        client: Client,
     ) -> None:
-        """`client_id` is what the client's response calls the exchange: its x-request-id."""
         self.request_id = uuid.uuid4().hex
-        self._client_id = client_id
+        self._client = client
         self._resources = resources
         self._dialect = dialect
         self._response = response
-        self._span = span
+        self._record = Record(
+            Books(span, resources.metrics, resources.timelines),
+            dialect.operation,
+            self.request_id,
+            client,
+        )
         self._begun_s = time.monotonic()
+        self._replies: Replies | None = None  # from when the request is understood
 
     async def run(self, body: bytes, headers: Headers) -> None:
         """Everything after the body was read."""
@@ -93,50 +90,67 @@ class Exchange:
         loop_deadline = asyncio.get_running_loop().time() + deadline_s + _GRACE_S - self._begun_s
         try:
             async with asyncio.timeout_at(loop_deadline):
-                request, intake, max_tokens = await self._take_in(body)
-                job = self._job(request, intake, max_tokens, deadline_s)
-                await self._generate(request, intake.answer, job)
+                call, intake = await self._take_in(body)
+                session = call.ask.session or _session(headers)
+                self._replies = replies = call.replies(self._resources.config.model_name)
+                choices = self._choices(call.ask, intake, session, deadline_s, replies)
+                await self._answer(call.ask, choices, replies)
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed") from None
 
     async def fail(self, error: FarspanError) -> None:
         """Tell the client what went wrong, in the form its response has begun with."""
         failure = as_http(error)
-        self._span.set(**{"error.type": str(failure.body["error"]["code"] or failure.status)})
-        if failure.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            self._span.fail()  # ours, not the client's
-        logger.info("%s failed with %d: %s", self.request_id, failure.status, error)
+        self._record.failed(failure)
         if self._response.is_ended:
             return
         try:
             async with asyncio.timeout(_LAST_WORD_S):
-                if self._response.is_stream:
-                    await self._response.end_stream(b"data: %s\n\n" % dump(failure.body))
+                if self._response.is_stream and self._replies is not None:
+                    events = self._replies.fail(failure)
+                    await self._response.end_stream(b"".join(map(encoded, events)))
                 else:
-                    await self._response.send_json(failure.status, failure.body, failure.headers)
+                    body = self._dialect.error(failure)
+                    await self._response.send_json(failure.status, body, failure.headers)
         except TimeoutError:
             logger.warning("%s: the client does not read", self.request_id)
 
-    async def _take_in(self, body: bytes) -> tuple[Request, Intake, int]:
-        """The request, its tokens, and the most it may have: one limit for the whole of it."""
+    def leave(self) -> None:
+        """The client has closed its connection."""
+        self._record.left()
+
+    async def _take_in(self, body: bytes) -> tuple[Call, Intake]:
+        """The request and its tokens: one limit for the whole of it."""
         is_small = len(body) < _SMALL_BODY_BYTES
-        parse = self._dialect.parse
-        request = parse(body) if is_small else await asyncio.to_thread(parse, body)
+        read = self._dialect.read
+        is_read_at_once = len(body) < _READ_AT_ONCE_BYTES
+        call = read(body) if is_read_at_once else await asyncio.to_thread(read, body)
         line, tokenizer = self._resources.line, self._resources.tokenizer
         now_s = line.clock()
-        self._check_servable(request, now_s)
-        max_tokens = self._resources.max_tokens(now_s)
+        self._check_servable(call.ask, now_s)
+        self._client.visit.check_priority(call.ask.priority)
         namespace = block_hash.namespace(
-            line.model, line.fleet.model_fingerprint(now_s), request.cache_salt or ""
+            line.model,
+            line.fleet.model_fingerprint(now_s),
+            salt(self._client.tenant, call.ask.cache_salt),
         )
-        arguments = (request, tokenizer, namespace, max_tokens)
-        intake = take_in(*arguments) if is_small else await asyncio.to_thread(take_in, *arguments)
-        return request, intake, max_tokens
+        arguments = (
+            call.ask,
+            tokenizer,
+            self._client.tenant,
+            namespace,
+            self._resources.limits(now_s),
+        )
+        is_quick = is_small and not _has_grammar(call.ask)
+        intake = take_in(*arguments) if is_quick else await asyncio.to_thread(take_in, *arguments)
+        num_tokens = sum(prompt.num_tokens for prompt in intake.prompts)
+        self._client.visit.note_prompt(num_tokens, time.monotonic())
+        return call, intake
 
-    def _check_servable(self, request: Request, now_s: float) -> None:
-        if request.model != self._resources.config.model_name:
+    def _check_servable(self, ask: Ask, now_s: float) -> None:
+        if ask.model != self._resources.config.model_name:
             raise InvalidRequest(
-                f"the model {request.model!r} does not exist",
+                f"the model {ask.model!r} does not exist",
                 param="model",
                 code="model_not_found",
                 status=404,
@@ -148,98 +162,70 @@ class Exchange:
         if missing:
             raise WorkerLost(missing)
 
-    def _job(self, request: Request, intake: Intake, max_tokens: int, deadline_s: float) -> Job:
-        line, config, tokenizer = (
-            self._resources.line,
-            self._resources.config,
-            self._resources.tokenizer,
-        )
-        max_new_tokens = fitting_max_new_tokens(
-            intake.prompt.num_tokens,
-            request.max_new_tokens,
-            config.default_max_tokens,
-            max_tokens,
-        )
-        sampling = sampling_params(request, tokenizer, max_new_tokens)
-        self._span.set(**_request_attributes(sampling, request))
+    def _choices(
+        self, ask: Ask, intake: Intake, session: str, deadline_s: float, replies: Replies
+    ) -> Choices:
+        line = self._resources.line
         remaining_s = deadline_s - line.clock()
-        return Job(
-            request_id=self.request_id,
-            prompt=intake.prompt.token_bytes,
-            block_hashes=intake.prompt.block_hashes,
-            namespace=intake.prompt.namespace,
-            sampling=sampling,
-            deadline_s=deadline_s,
-            deadline_unix_ms=int((time.time() + remaining_s) * 1000),
-            priority=request.priority or 0,
-        )
+        deadline_unix_ms = int((time.time() + remaining_s) * 1000)
+        choices = []
+        for number, sampling in enumerate(intake.samplings):
+            prompt = intake.prompts[number // ask.num_choices]
+            job = Job(
+                request_id=f"{self.request_id}-c{number}" if number else self.request_id,
+                prompt=prompt.token_bytes,
+                block_hashes=prompt.block_hashes,
+                namespace=prompt.namespace,
+                sampling=sampling,
+                deadline_s=deadline_s,
+                deadline_unix_ms=deadline_unix_ms,
+                priority=ask.priority,
+                session=session,
+                known_as=(replies.id, self._client.request_id),
+            )
+            place = number // ask.num_choices
+            echo = self._echo(ask, place, prompt.token_bytes) if ask.shows_prompt else None
+            choices.append(Choice(job, intake.new_answer(), place, echo))
+        self._record.accepted(ask, intake.samplings[0], session, replies.id)
+        return Choices(line, choices, replies, self._response, self._client.visit.leave_queue)
 
-    async def _generate(self, request: Request, answer: Answer, job: Job) -> None:
-        is_stream = bool(request.stream)
-        replies = self._dialect.replies(
-            self._resources.config.model_name, request.wants_usage and is_stream
-        )
-        job = replace(job, known_as=(replies.id, self._client_id))
-        async with generation(self._resources.line, job) as live:
-            if is_stream:
-                await self._response.begin_stream()
-            await self._read_answer(live, answer, replies)
-        chunks = replies.chunks(answer.flush())
-        reason = pb.FINISH_REASON_STOP if answer.is_stopped else live.finish_reason
-        usage = replace(live.usage, completion_tokens=answer.num_tokens)
-        if is_stream:
-            chunks += replies.finish(reason)
-            if request.wants_usage:
-                chunks.append(replies.usage_chunk(usage))
-            await self._response.events(chunks)
-            await self._response.end_stream(b"data: [DONE]\n\n")
-        else:
-            await self._response.send_json(200, replies.whole(reason, usage))
-        self._note_end(replies, usage, live.num_attempts)
+    def _echo(self, ask: Ask, place: int, encoded_prompt: bytes) -> Echo:
+        prompt = ask.prompts[place]
+        tokenizer = self._resources.tokenizer
+        match prompt:
+            case Text(text):
+                shown = text
+            case TokenIds(ids):
+                shown = tokenizer.decode(ids, skips_special=False)
+            case Chat():
+                raise InvalidRequest("a chat cannot be echoed", param="echo")
+        has_logprobs = ask.wishes.num_prompt_logprobs is not None
+        return Echo(shown, block_hash.token_ids(encoded_prompt) if has_logprobs else ())
 
-    async def _read_answer(self, live: Generation, answer: Answer, replies: Replies) -> None:
-        """Pass the answer on until its end or a stop string."""
-        waiting = telemetry.start("gateway.first_token")
+    async def _answer(self, ask: Ask, choices: Choices, replies: Replies) -> None:
         try:
-            async with aclosing(live.batches()) as batches:
-                async for batch in batches:
-                    if batch and not answer.num_tokens:
-                        waiting.end()
-                        waiting = telemetry.start("gateway.stream")
-                        self._note_first_token()
-                    chunks = replies.chunks(answer.feed(batch))
-                    if self._response.is_stream:
-                        await self._response.events(chunks)
-                        await self._response.keep_alive()
-                    if answer.is_stopped:
-                        return
+            await choices.run(is_stream=ask.is_stream)
         finally:
-            waiting.end()
+            self._record.generated(choices)
+        usage = choices.usage
+        if ask.is_stream:
+            await self._response.events(replies.end(usage))
+            await self._response.end_stream(self._dialect.last_words)
+        else:
+            await self._response.send_json(200, replies.whole(usage))
+        self._record.answered(replies, choices, ask.model)
 
-    def _note_first_token(self) -> None:
-        self._span.set(**{"gen_ai.response.time_to_first_chunk": time.monotonic() - self._begun_s})
 
-    def _note_end(self, replies: Replies, usage: Usage, num_attempts: int) -> None:
-        ended: dict[str, telemetry.AttributeValue] = {
-            "gen_ai.response.id": replies.id,
-            "gen_ai.response.model": self._resources.config.model_name,
-            "gen_ai.response.finish_reasons": [replies.finish_word],
-            "gen_ai.usage.input_tokens": usage.prompt_tokens,
-            "gen_ai.usage.output_tokens": usage.completion_tokens,
-            "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
-            "farspan.num_attempts": num_attempts,
-        }
-        self._span.set(**ended)
-        logger.info(
-            "%s ended: %s, %d prompt tokens (%d cached), %d generated, %d attempts, %.3f s",
-            self.request_id,
-            replies.finish_word,
-            usage.prompt_tokens,
-            usage.cached_tokens,
-            usage.completion_tokens,
-            num_attempts,
-            time.monotonic() - self._begun_s,
-        )
+def _has_grammar(ask: Ask) -> bool:
+    """Whether a grammar has to be compiled, which may take longer than the loop can wait."""
+    first = ask.prompts[0]
+    return ask.form is not None or (isinstance(first, Chat) and first.tool_choice != "auto")
+
+
+def _session(headers: Headers) -> str:
+    """What the client calls its conversation, where any of the usual headers says so."""
+    found = (headers.get(name, "") for name in SESSION_HEADERS)
+    return next((text for text in found if text), "")[:_MAX_SESSION_CHARACTERS]
 
 
 def _timeout_s(headers: Headers, longest_s: float) -> float:
@@ -255,18 +241,3 @@ def _timeout_s(headers: Headers, longest_s: float) -> float:
             f"{TIMEOUT_HEADER} must be a positive number of seconds", code="invalid_value"
         )
     return min(asked_s, longest_s)
-
-
-def _request_attributes(
-    sampling: pb.SamplingParams, request: Request
-) -> dict[str, telemetry.AttributeValue]:
-    return {
-        "gen_ai.request.stream": bool(request.stream),
-        "gen_ai.request.max_tokens": sampling.max_new_tokens,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.seed": str(
-            sampling.seed
-        ),  # unsigned 64 bits: an attribute's integer is signed
-    }

@@ -1,8 +1,9 @@
-"""How failures look to an HTTP client: status, headers and the OpenAI error object.
+"""How failures look to an HTTP client: status, words and headers.
 
 Knows the failure tree of shared.errors; nothing else decides a status.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from math import ceil
@@ -32,11 +33,15 @@ class InvalidRequest(BadRequest):
         param: str | None = None,
         code: str | None = None,
         status: int = HTTPStatus.BAD_REQUEST,
+        error_type: str = INVALID,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.param = param
         self.code = code
         self.status = status
+        self.error_type = error_type
+        self.headers = dict(headers or {})
 
 
 class ShuttingDown(FarspanError):
@@ -48,36 +53,50 @@ class ShuttingDown(FarspanError):
 
 @dataclass(frozen=True)
 class HttpFailure:
-    """A failure as it goes over HTTP."""
+    """A failure as HTTP tells it; each API puts it into its own error object."""
 
     status: int
-    body: dict[str, Any]
-    headers: dict[str, str] = field(default_factory=dict)
+    message: str
+    kind: str = INVALID
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
-def error_object(
-    message: str, *, kind: str = INVALID, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
+def openai_error(failure: HttpFailure) -> dict[str, Any]:
     """The OpenAI error object."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    told = {
+        "message": failure.message,
+        "type": failure.kind,
+        "param": failure.param,
+        "code": failure.code,
+    }
+    return {"error": told}
 
 
 def as_http(error: FarspanError) -> HttpFailure:
     """The answer a failure stands for."""
     message = str(error) or "the request failed"
     if isinstance(error, InvalidRequest):
-        return HttpFailure(error.status, error_object(message, param=error.param, code=error.code))
+        return HttpFailure(
+            error.status, message, error.error_type, error.param, error.code, error.headers
+        )
     if isinstance(error, TooLong):
-        return HttpFailure(400, error_object(message, code=TOO_LONG))
+        return HttpFailure(400, message, code=TOO_LONG)
     if isinstance(error, BadRequest):
-        return HttpFailure(400, error_object(message))
+        return HttpFailure(400, message)
     if isinstance(error, Overloaded):
         seconds = max(1, ceil(error.retry_after_ms / 1000))
-        body = error_object(message, kind="rate_limit_exceeded", code="overloaded")
-        return HttpFailure(429, body, {"retry-after": str(seconds)})
+        return HttpFailure(
+            429,
+            message,
+            "rate_limit_exceeded",
+            code="overloaded",
+            headers={"retry-after": str(seconds)},
+        )
     status, code = _SERVER_ERRORS.get(type(error), (500, "internal_error"))
     headers = {"retry-after": "1"} if status == HTTPStatus.SERVICE_UNAVAILABLE else {}
-    return HttpFailure(status, error_object(message, kind="server_error", code=code), headers)
+    return HttpFailure(status, message, "server_error", code=code, headers=headers)
 
 
 _SERVER_ERRORS: dict[type[FarspanError], tuple[int, str]] = {

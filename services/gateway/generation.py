@@ -10,6 +10,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from services.gateway.attempt import Attempt, Job, Line
+from services.gateway.inbox import Batch
+from services.gateway.ledger import Usage
+from services.gateway.logprobs import RawLogprob, unpack
 from shared import farspan_pb2 as pb
 from shared.errors import (
     DeadlineExceeded,
@@ -23,15 +26,6 @@ MAX_ATTEMPTS = 3
 _WATCH_S = 0.25  # how often a silent answer's workers are checked
 _PATIENCE_S = 10.0  # a lost worker's restart, when no other can take over
 _PATIENCE_STEP_S = 0.25
-
-
-@dataclass(frozen=True)
-class Usage:
-    """The one ledger of a request; response, span and log derive from it."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
 
 
 @dataclass(frozen=True)
@@ -66,6 +60,8 @@ class Generation:
         self._job = job
         self._received: list[int] = []
         self._cached_tokens = 0
+        self._prompt_logprobs: pb.TokenLogprobs | None = None
+        self._stages: list[tuple[int, str, pb.Stage]] = []  # of earlier attempts
         self._suspects: list[_Suspect] = []  # full, silent or said to be gone
         self._failure: FarspanError | None = None  # why the last attempt ended
         self._patient_until_s = float("inf")
@@ -78,6 +74,19 @@ class Generation:
         num_prompt_tokens = self._job.num_prompt_tokens
         cached = min(self._cached_tokens, num_prompt_tokens)
         return Usage(num_prompt_tokens, cached, len(self._received))
+
+    @property
+    def prompt_logprobs(self) -> list[RawLogprob]:
+        """Of every prompt token, once the first token of the answer is here.
+
+        Raises FarspanError if they were not sent.
+        """
+        return unpack(self._prompt_logprobs or pb.TokenLogprobs(), self._job.num_prompt_tokens)
+
+    @property
+    def stages(self) -> list[tuple[int, str, pb.Stage]]:
+        """What workers have told: (number of the attempt, worker's id, stage)."""
+        return self._stages + self._told_stages()
 
     async def start(self) -> None:
         """Find workers that accept the request, elsewhere if the first ones do not."""
@@ -95,18 +104,18 @@ class Generation:
             else:
                 return
 
-    async def batches(self) -> AsyncGenerator[list[int], None]:
+    async def batches(self) -> AsyncGenerator[Batch, None]:
         """The answer's tokens, each once and in order; an empty batch means waiting goes on."""
         while self.finish_reason == pb.FINISH_REASON_UNSPECIFIED:
             await self._attempt.inbox.wait(min(_WATCH_S, max(0.0, self._remaining_s())))
             fresh = self._attempt.inbox.take()
-            if fresh:
-                self._note_cached()
-                self._received.extend(fresh)
+            if fresh.token_ids:
+                self._note_told()
+                self._received.extend(fresh.token_ids)
                 yield fresh
                 continue
             await self._check()
-            yield []
+            yield Batch()
 
     async def close(self) -> None:
         """End the request everywhere. Closing twice is harmless."""
@@ -127,7 +136,7 @@ class Generation:
 
     async def _finish(self, end: pb.End) -> None:
         if end.reason in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH):
-            self._note_cached()
+            self._note_told()
             self.finish_reason = end.reason
             return
         if end.reason != pb.FINISH_REASON_FAILED:
@@ -153,6 +162,7 @@ class Generation:
         await self._attempt.close()
         if self.num_attempts >= MAX_ATTEMPTS:
             raise error
+        self._stages += self._told_stages()
         self._failure = error
         if suspect is not None:
             self._suspects.append(suspect)
@@ -197,12 +207,18 @@ class Generation:
         is_from_prefill = sender == placement.prefill
         return _Suspect(placement.decode if is_from_prefill else placement.prefill)
 
-    def _note_cached(self) -> None:
+    def _note_told(self) -> None:
         """The first attempt that delivers tells the hit: later ones would find what it computed."""
         inbox = self._attempt.inbox
         if self.num_attempts == 1 or not self._received:
             reported = inbox.end.usage.cached_tokens if inbox.end is not None else 0
-            self._cached_tokens = max(inbox.cached_tokens, reported)
+            self._cached_tokens = max(inbox.told.cached_tokens, reported)
+        if self._prompt_logprobs is None:
+            self._prompt_logprobs = inbox.told.prompt_logprobs
+
+    def _told_stages(self) -> list[tuple[int, str, pb.Stage]]:
+        told = self._attempt.inbox.told.stages
+        return [(self.num_attempts, worker_id, stage) for worker_id, stage in told]
 
     def _remaining_s(self) -> float:
         return self._job.deadline_s - self._line.clock()

@@ -1,29 +1,27 @@
-"""Turns a validated request into prompt tokens, sampling, and the stages of its text.
+"""Turns what a client asks for into prompt tokens, sampling, and the stages of its text.
 
 Knows the checkpoint's defaults and the fleet's limits. A request that can never fit is refused
 here.
 """
 
-import json
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from services.gateway.text.answer import Answer
-from services.gateway.dialects.bounds import num_values, refuse_many_values
+from services.gateway.ask import Ask, Chat, Prompt, Text, TokenIds, Wishes
 from services.gateway.failures import TOO_LONG, InvalidRequest
+from services.gateway.text import grammars
+from services.gateway.text.answer import Answer, Stops
 from services.gateway.text.glm import GlmParser, Parser, PlainParser
-from services.gateway.dialects.openai import ChatRequest, CompletionRequest, Sampled
 from services.gateway.text.tokenizer import Tokenizer
-from shared import block_hash
+from shared import block_hash, sampling
 from shared import farspan_pb2 as pb
 
-# Names a client's template options may not take.
-_TEMPLATE_OWN = {"messages", "tools", "add_generation_prompt"}
+MAX_ANSWERS = 256  # of one request: prompts times choices
 
 
 @dataclass(frozen=True)
-class Prompt:
+class Tokens:
     """A prompt and its identity, in wire form."""
 
     num_tokens: int
@@ -33,154 +31,217 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Intake:
-    """A request ready to be placed."""
+class Limits:
+    """What bounds one request, in tokens."""
 
-    prompt: Prompt
-    answer: Answer
+    max_tokens: int  # prompt and answer together
+    max_prompt_tokens: int
+    default_new_tokens: int  # where the client is silent
+
+
+@dataclass(frozen=True)
+class Intake:
+    """A request ready to be placed: its prompts, and how each of its answers is read."""
+
+    prompts: list[Tokens]
+    samplings: list[pb.SamplingParams]  # one for each answer, prompt by prompt
+    new_answer: Callable[[], Answer]
 
 
 def take_in(
-    request: ChatRequest | CompletionRequest,
-    tokenizer: Tokenizer,
-    namespace: bytes,
-    max_tokens: int,
+    ask: Ask, tokenizer: Tokenizer, tenant: str, namespace: bytes, limits: Limits
 ) -> Intake:
-    """Tokens and text stages of a request. Heavy for long prompts: run it in a thread.
+    """Tokens, sampling and text stages of a request. Heavy for long prompts: run it in a thread.
 
-    Raises BadRequest for what cannot become a prompt.
+    Raises BadRequest for what cannot become a prompt or cannot be drawn.
     """
-    parser: Parser
-    if isinstance(request, ChatRequest):
-        text = tokenizer.render(_turns(request), _tools(request), _template_options(request))
-        token_ids = _encode(tokenizer, text, "messages", max_tokens)
-        schemas = {
-            tool.function.name: tool.function.parameters or {} for tool in request.offered_tools
-        }
-        parser = GlmParser(schemas, is_reasoning=text.rstrip().endswith("<think>"))
-    else:
-        token_ids = _completion_tokens(request, tokenizer, max_tokens)
-        parser = PlainParser()
-    data = block_hash.token_bytes(token_ids)
-    hashes = block_hash.pack(block_hash.block_hashes(namespace, data))
-    return Intake(
-        Prompt(len(token_ids), data, hashes, namespace),
-        Answer(tokenizer.detokenizer(), request.stops, parser),
-    )
+    if len(ask.prompts) * ask.num_choices > MAX_ANSWERS:
+        raise InvalidRequest(f"more than {MAX_ANSWERS} answers", param="n", code="invalid_value")
+    _check_wishes(ask, tokenizer)
+    is_reasoning = False
+    prompts = []
+    for prompt in ask.prompts:
+        encoded, is_reasoning = _encoded(prompt, tokenizer, tenant, limits)
+        hashes = block_hash.pack(block_hash.block_hashes(namespace, encoded))
+        prompts.append(Tokens(len(encoded) // 4, encoded, hashes, namespace))
+    chat = ask.prompts[0] if isinstance(ask.prompts[0], Chat) else None
+    grammar = grammars.grammar_of(ask.form, chat, is_reasoning=is_reasoning)
+    samplings = []
+    for tokens in prompts:
+        found = samplings_of(ask, tokenizer, grammar, _new_tokens(ask, tokens, limits))
+        sampling.check_prompt_logprobs(found[0], tokens.num_tokens)
+        samplings += found
+    return Intake(prompts, samplings, _answers(ask, chat, tokenizer, is_reasoning))
 
 
-def sampling_params(
-    request: Sampled, tokenizer: Tokenizer, max_new_tokens: int
-) -> pb.SamplingParams:
-    """The client's sampling, with the checkpoint's defaults where it is silent."""
-    defaults = tokenizer.checkpoint
-    seed = secrets.randbits(63) if request.seed is None else request.seed % 2**64
-    top_k = defaults.top_k if request.top_k is None else request.top_k
-    return pb.SamplingParams(
-        temperature=defaults.temperature if request.temperature is None else request.temperature,
-        top_p=defaults.top_p if request.top_p is None else request.top_p,
+def prompt_token_ids(
+    prompt: Prompt, tokenizer: Tokenizer, tenant: str, limits: Limits
+) -> list[int]:
+    """The tokens that a prompt becomes. Raises BadRequest for what cannot become any."""
+    return block_hash.token_ids(_encoded(prompt, tokenizer, tenant, limits)[0])
+
+
+def samplings_of(
+    ask: Ask, tokenizer: Tokenizer, grammar: str | None, max_new_tokens: int
+) -> list[pb.SamplingParams]:
+    """How each answer to one prompt is drawn, with the checkpoint's defaults where it is silent.
+
+    The answers' seeds follow one another, so that a seed names them all.
+    """
+    wishes, defaults = ask.wishes, tokenizer.checkpoint
+    seed = secrets.randbits(63) if wishes.seed is None else wishes.seed
+    own_stops = [] if wishes.ignore_eos else defaults.stop_token_ids
+    top_k = defaults.top_k if wishes.top_k is None else wishes.top_k
+    params = pb.SamplingParams(
+        temperature=defaults.temperature if wishes.temperature is None else wishes.temperature,
+        top_p=defaults.top_p if wishes.top_p is None else wishes.top_p,
         top_k=max(0, top_k),
-        seed=seed,
+        min_p=wishes.min_p,
         max_new_tokens=max_new_tokens,
-        stop_token_ids=[] if request.ignore_eos else defaults.stop_token_ids,
+        min_new_tokens=wishes.min_new_tokens,
+        presence_penalty=wishes.presence_penalty,
+        frequency_penalty=wishes.frequency_penalty,
+        repetition_penalty=wishes.repetition_penalty,
+        bias_token_ids=list(wishes.logit_bias),
+        biases=list(wishes.logit_bias.values()),
+        stop_token_ids=list(dict.fromkeys((*own_stops, *wishes.stop_token_ids))),
     )
+    if wishes.num_logprobs is not None:
+        params.num_logprobs = wishes.num_logprobs
+    if wishes.num_prompt_logprobs is not None:
+        params.num_prompt_logprobs = wishes.num_prompt_logprobs
+    if grammar is not None:
+        params.grammar.CopyFrom(pb.Grammar(kind=pb.GRAMMAR_KIND_LARK, text=grammar))
+    found = []
+    for number in range(ask.num_choices):
+        own = pb.SamplingParams()
+        own.CopyFrom(params)
+        own.seed = (seed + number) % 2**64
+        found.append(own)
+    return found
 
 
-def fitting_max_new_tokens(
-    num_prompt_tokens: int, asked: int | None, default: int, max_tokens: int
-) -> int:
-    """How long the answer may be, where prompt and answer have max_tokens together.
+def fitting_max_new_tokens(num_prompt: int, asked: int | None, limits: Limits) -> int:
+    """How long the answer may be beside a prompt of so many tokens.
 
-    Raises InvalidRequest when the request could never fit.
+    Raises InvalidRequest when the request could never fit, in the words by which clients such as
+    Claude Code know that they must shorten the conversation, or ask for a shorter answer.
     """
-    room = max_tokens - num_prompt_tokens
+    room = limits.max_tokens - num_prompt
     if room < 1:
         raise InvalidRequest(
-            f"the prompt has {num_prompt_tokens} tokens and the answer needs one, the most that can"
-            f" be served together is {max_tokens}",
+            f"the prompt is too long: {num_prompt} tokens > {limits.max_tokens - 1} that can be"
+            " served before an answer",
             code=TOO_LONG,
         )
     if asked is not None and asked > room:
         raise InvalidRequest(
-            f"the prompt's {num_prompt_tokens} tokens and {asked} new ones are more than the"
-            f" {max_tokens} that can be served",
+            "input length and `max_tokens` exceed context limit:"
+            f" {num_prompt} + {asked} > {limits.max_tokens}",
             param="max_tokens",
             code=TOO_LONG,
         )
-    return min(default, room) if asked is None else asked
+    return min(limits.default_new_tokens, room) if asked is None else asked
 
 
-def _turns(request: ChatRequest) -> list[dict[str, Any]]:
-    """The messages as the template wants them: absent fields absent, call arguments as objects."""
-    turns = [message.model_dump(exclude_none=True) for message in request.messages]
-    num_found = 0
-    for place, turn in enumerate(turns):
-        where = f"messages.{place}.tool_calls"
-        for call in turn.get("tool_calls", []):
-            arguments = _arguments(call["function"]["arguments"], where)
-            num_found += num_values(arguments)
-            refuse_many_values(num_found, where, "messages")
-            call["function"]["arguments"] = arguments
-    return turns
-
-
-def _arguments(text: str, where: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(text or "{}")
-        refuse_many_values(num_values(arguments), where, "messages")
-        # What Python reads but JSON and UTF-8 do not know: NaN, infinities, lone surrogates.
-        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
+def _new_tokens(ask: Ask, prompt: Tokens, limits: Limits) -> int:
+    found = fitting_max_new_tokens(prompt.num_tokens, ask.wishes.max_new_tokens, limits)
+    if ask.wishes.min_new_tokens > found:
         raise InvalidRequest(
-            f"{where}: arguments must be a JSON object", param="messages", code="invalid_value"
+            f"min_tokens is {ask.wishes.min_new_tokens}, and the answer has at most {found} tokens",
+            param="min_tokens",
+            code="invalid_value",
         )
-    return arguments
+    return found
 
 
-def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
-    return [tool.model_dump(exclude_none=True) for tool in request.offered_tools] or None
+def _answers(
+    ask: Ask, chat: Chat | None, tokenizer: Tokenizer, is_reasoning: bool
+) -> Callable[[], Answer]:
+    wishes = ask.wishes
+    stops = Stops(wishes.stops, frozenset(wishes.stop_token_ids), wishes.min_new_tokens)
+
+    def describe(token_id: int) -> tuple[str, bytes]:
+        return tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
+
+    def new_answer() -> Answer:
+        parser: Parser = PlainParser()
+        if chat is not None:
+            schemas = {
+                tool["function"]["name"]: tool["function"].get("parameters") or {}
+                for tool in chat.tools
+            }
+            parser = GlmParser(
+                schemas, is_reasoning=is_reasoning, max_calls=None if chat.is_parallel else 1
+            )
+        return Answer(tokenizer.detokenizer(), stops, parser, describe)
+
+    return new_answer
 
 
-def _template_options(request: ChatRequest) -> dict[str, Any]:
-    options = dict(request.chat_template_kwargs or {})
-    taken = _TEMPLATE_OWN & options.keys()
-    if taken:
-        raise InvalidRequest(
-            f"chat_template_kwargs may not set {', '.join(sorted(taken))}",
-            param="chat_template_kwargs",
-        )
-    if request.reasoning_effort is not None:
-        options["reasoning_effort"] = request.reasoning_effort
-    return options
-
-
-def _completion_tokens(
-    request: CompletionRequest, tokenizer: Tokenizer, max_tokens: int
-) -> list[int]:
-    if isinstance(request.prompt, str):
-        return _encode(tokenizer, request.prompt, "prompt", max_tokens)
-    token_ids = [token_id for token_id in request.prompt if isinstance(token_id, int)]
+def _check_wishes(ask: Ask, tokenizer: Tokenizer) -> None:
+    wishes: Wishes = ask.wishes
     vocab_size = tokenizer.checkpoint.vocab_size
-    largest = max(token_ids)
+    for name, ids in (
+        ("logit_bias", wishes.logit_bias),
+        ("stop_token_ids", wishes.stop_token_ids),
+    ):
+        _check_ids(max(ids, default=0), vocab_size, name)
+    is_bound = ask.form is not None or (
+        isinstance(ask.prompts[0], Chat) and ask.prompts[0].tool_choice != "auto"
+    )
+    if is_bound and (wishes.ignore_eos or wishes.min_new_tokens):
+        raise InvalidRequest(
+            "an answer of a given form ends when it is complete: ignore_eos and min_tokens"
+            " cannot be met",
+            param="ignore_eos" if wishes.ignore_eos else "min_tokens",
+            code="invalid_value",
+        )
+
+
+def _encoded(
+    prompt: Prompt, tokenizer: Tokenizer, tenant: str, limits: Limits
+) -> tuple[bytes, bool]:
+    """The prompt's token ids, and whether it ends inside the model's reasoning."""
+    most = min(limits.max_tokens, limits.max_prompt_tokens)
+    is_reasoning = False
+    match prompt:
+        case Chat():
+            text = tokenizer.render(prompt.messages, prompt.tools or None, prompt.template_options)
+            is_reasoning = text.rstrip().endswith("<think>")
+            encoded = _encode(tokenizer, text, tenant, "messages", most)
+        case Text(text):
+            encoded = _encode(tokenizer, text, tenant, "prompt", most)
+        case TokenIds(ids):
+            _check_ids(max(ids), tokenizer.checkpoint.vocab_size, "prompt")
+            encoded = block_hash.token_bytes(ids)
+    num_tokens = len(encoded) // 4
+    if num_tokens > limits.max_prompt_tokens:
+        raise InvalidRequest(
+            f"the prompt is too long: {num_tokens} tokens > {limits.max_prompt_tokens} that are"
+            " taken",
+            code=TOO_LONG,
+        )
+    return encoded, is_reasoning
+
+
+def _check_ids(largest: int, vocab_size: int, param: str) -> None:
     if largest >= vocab_size:
         raise InvalidRequest(
             f"token id {largest} is not in the vocabulary of {vocab_size}",
-            param="prompt",
+            param=param,
             code="invalid_value",
         )
-    return token_ids
 
 
-def _encode(tokenizer: Tokenizer, text: str, param: str, max_tokens: int) -> list[int]:
-    if tokenizer.surely_exceeds(text, max_tokens):
+def _encode(tokenizer: Tokenizer, text: str, tenant: str, param: str, max_tokens: int) -> bytes:
+    if tokenizer.surely_exceeds(text, max_tokens, tenant):
         raise InvalidRequest(
-            f"the prompt alone has more than the {max_tokens} tokens that can be served",
+            f"the prompt is too long: more than the {max_tokens} tokens that can be served",
             param=param,
             code=TOO_LONG,
         )
-    token_ids = tokenizer.encode(text)
-    if not token_ids:
+    encoded = tokenizer.encode_bytes(text, tenant)
+    if not encoded:
         raise InvalidRequest("the prompt is empty", param=param, code="invalid_value")
-    return token_ids
+    return encoded

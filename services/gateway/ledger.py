@@ -1,4 +1,4 @@
-"""What a request has cost, in tokens: the one ledger that response, metric, span and log derive from.
+"""What a request has cost, in tokens: the one ledger, for response, metric, span and log.
 
 Pure. A prompt counts once, however many answers and attempts it took.
 """

@@ -13,6 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.gateway.config import GatewayConfig
+from services.gateway.door.connection import Connection
 from shared.errors import ConfigError
 
 _BACKLOG = 2048
@@ -35,11 +36,11 @@ async def listening(app: ASGIApp, config: GatewayConfig) -> AsyncIterator[int]:
     """Serve inside the block; yields the port. Leaving it finishes the requests in flight.
 
     What outlasts the drain, or a second wish to stop, is cancelled: it tells client and workers.
+    Raises ConfigError for an address or a certificate that cannot be had.
     """
-    listener = listen(config.host, config.port)
     settings = uvicorn.Config(
         app,
-        http="httptools",
+        http=Connection,
         loop="asyncio",
         lifespan="off",
         log_config=None,
@@ -47,7 +48,13 @@ async def listening(app: ASGIApp, config: GatewayConfig) -> AsyncIterator[int]:
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(config.drain_s),
+        proxy_headers=False,  # whoever sends them could name any address
+        ws="none",
+        ssl_certfile=config.tls_cert_file,
+        ssl_keyfile=config.tls_key_file,
     )
+    _load(settings)
+    listener = listen(config.host, config.port)
     server = _Server(settings)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -67,6 +74,15 @@ async def listening(app: ASGIApp, config: GatewayConfig) -> AsyncIterator[int]:
         finally:
             await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
             listener.close()
+
+
+def _load(settings: uvicorn.Config) -> None:
+    """Read the certificate. Raises ConfigError for one that cannot be used."""
+    try:
+        settings.load()
+    except OSError as error:  # ssl.SSLError too
+        files = f"{settings.ssl_certfile}, {settings.ssl_keyfile}"
+        raise ConfigError(f"cannot use for TLS: {files}: {error.strerror}") from error
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -13,6 +13,7 @@ from services.gateway.inbox import Inbox
 from shared import farspan_pb2 as pb
 from shared import subjects
 from shared.bus import Bus
+from shared.errors import FarspanError
 
 # An End may overtake the tokens before it, which come by another subject.
 _OVERTAKING_S = 0.02
@@ -51,7 +52,7 @@ class Mailroom:
     async def _deliver(self, batch: pb.TokenBatch) -> None:
         for message in batch.messages:
             inbox = self._inbox(message)
-            if inbox is not None and not inbox.accept(message):
+            if inbox is not None and not _accepted(inbox, message):
                 await self._ask_again(message, inbox)
 
     async def _finish(self, message: pb.Tokens) -> pb.TokensReply:
@@ -63,7 +64,7 @@ class Mailroom:
             if message.index <= inbox.next_index:
                 break
             await asyncio.sleep(_OVERTAKING_S / _NUM_OVERTAKING_CHECKS)
-        is_whole = inbox.accept(message)
+        is_whole = _accepted(inbox, message)
         if not is_whole and inbox.is_empty:
             await self._ask_again(message, inbox)
         return pb.TokensReply(next_index=inbox.next_index)
@@ -78,3 +79,11 @@ class Mailroom:
     def _inbox(self, message: pb.Tokens) -> Inbox | None:
         inbox = self._inboxes.get(message.request_id)
         return inbox if inbox is not None and inbox.trusts(message.sender) else None
+
+
+def _accepted(inbox: Inbox, message: pb.Tokens) -> bool:
+    try:
+        return inbox.accept(message)
+    except FarspanError as error:
+        inbox.fail(error.as_failure(), message.sender)
+        return True

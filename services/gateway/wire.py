@@ -8,11 +8,13 @@ allow.
 import asyncio
 import json
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+import orjson
 from starlette.types import Message, Receive, Send
 
+from services.gateway.dialects.dialect import Event
 from services.gateway.failures import InvalidRequest
 from shared.errors import Cancelled
 
@@ -33,14 +35,17 @@ class ClientGone(Cancelled):
 class Response:
     """What is sent for one request: `send_json`, or `begin_stream`, events and `end_stream`."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, keep_alive: bytes) -> None:
+        """`keep_alive` is what an API's silent stream says."""
         self._send = send
+        self._keep_alive = keep_alive
+        self.is_lagging = False  # the client reads more slowly than it is written to
         self._last_write_s = 0.0
         self.is_stream = False
         self.is_ended = False
 
     async def send_json(
-        self, status: int, body: Any, headers: dict[str, str] | None = None
+        self, status: int, body: Any, headers: Mapping[str, str] | None = None
     ) -> None:
         """The whole response."""
         data = dump(body)
@@ -53,15 +58,15 @@ class Response:
         self.is_stream = True
         await self._start(200, _SSE_HEADERS)
 
-    async def events(self, documents: list[dict[str, Any]]) -> None:
-        """One event for each document, in one write."""
-        if documents:
-            await self._write(b"".join(b"data: %s\n\n" % dump(document) for document in documents))
+    async def events(self, events: Sequence[Event]) -> None:
+        """All in one write; nothing where there is no stream."""
+        if events and self.is_stream:
+            await self._write(b"".join(map(encoded, events)))
 
     async def keep_alive(self) -> None:
-        """A comment, if nothing was written for a while."""
-        if time.monotonic() - self._last_write_s > _KEEP_ALIVE_S:
-            await self._write(b": keep-alive\n\n")
+        """A sign of life, if a stream has been silent for a while."""
+        if self.is_stream and time.monotonic() - self._last_write_s > _KEEP_ALIVE_S:
+            await self._write(self._keep_alive)
 
     async def end_stream(self, last: bytes = b"") -> None:
         """The end of the stream."""
@@ -77,12 +82,29 @@ class Response:
     async def _write(self, data: bytes, *, is_last: bool = False) -> None:
         self._last_write_s = time.monotonic()
         self.is_ended = is_last
-        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        self.is_lagging = False
+        waited = asyncio.get_running_loop().call_soon(self._lag)
+        try:
+            await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        finally:
+            waited.cancel()  # before the loop's next turn, unless the client had to be waited for
+
+    def _lag(self) -> None:
+        self.is_lagging = True
+
+
+def encoded(event: Event) -> bytes:
+    """An event on the wire."""
+    data = b"data: %b\n\n" % dump(event.data)
+    return b"event: %b\n%b" % (event.name.encode(), data) if event.name else data
 
 
 def dump(document: Any) -> bytes:
     """Compact JSON; text stays readable."""
-    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+    try:
+        return orjson.dumps(document)
+    except orjson.JSONEncodeError:  # a lone surrogate, in words that a client sent
+        return json.dumps(document).encode()
 
 
 async def read_body(receive: Receive, max_bytes: int) -> bytes:

@@ -16,7 +16,7 @@ import pytest_asyncio
 from services.local.stack import Stack
 from tests.system.watch import Watch, watching
 
-CHAT, COMPLETIONS = "/chat/completions", "/completions"
+CHAT, COMPLETIONS, RESPONSES = "/chat/completions", "/completions", "/responses"
 HUGE = 10**30
 MOST_TOKENS = 2048  # of prompt and answer: prefill's pool on the small stack, decode's is larger
 CONTEXT = 1 << 20  # of the model
@@ -70,7 +70,7 @@ BAD = {
         CHAT, b'{"model": "demo-fp8", "temperature": Infinity}', "invalid_json"
     ),
     "a huge seed": Bad(CHAT, chat(seed=HUGE), "invalid_value"),
-    "what is not served": Bad(CHAT, chat(n=3), "unsupported_value"),
+    "what is not served": Bad(CHAT, chat(audio={}), "unsupported_value"),
     "more tokens than the model": Bad(
         COMPLETIONS, completion(prompt=[5] * (CONTEXT + 1)), "context_length_exceeded"
     ),
@@ -86,6 +86,16 @@ BAD = {
         COMPLETIONS,
         completion(prompt=[5] * 2000, max_tokens=MOST_TOKENS - 1999),
         "context_length_exceeded",
+    ),
+    "millions of items": Bad(
+        RESPONSES,
+        b'{"model": "demo-fp8", "input": [' + b"{}," * 10**6 + b"{}]}",
+        "invalid_value",
+    ),
+    "an answer that was never stored": Bad(
+        RESPONSES,
+        {"model": "demo-fp8", "input": "x", "previous_response_id": "resp_1"},
+        "unsupported_value",
     ),
     "a body over the limit": Bad(CHAT, b" " * (33 << 20), "request_too_large", 413),
 }

@@ -3,14 +3,14 @@
 Pure: an API knows its own shapes and nothing of workers, tokens or connections.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from services.gateway.dialects.ask import Ask, Json
+from services.gateway.ask import Ask, Json
 from services.gateway.failures import HttpFailure
 from services.gateway.ledger import Usage
-from services.gateway.text.answer import Delta, TokenLogprob
+from services.gateway.text.answer import Delta
 from shared import farspan_pb2 as pb
 
 
@@ -22,19 +22,10 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PromptEcho:
-    """A prompt as the client may see it again."""
-
-    text: str
-    logprobs: Sequence[TokenLogprob] = ()  # of every token, where asked for; the first has none
-
-
-@dataclass(frozen=True)
 class Opening:
     """What is known when the first token of a request is there."""
 
     usage: Usage  # prompt and cached tokens
-    prompts: Sequence[PromptEcho] = ()  # where the ask shows_prompt
 
 
 @dataclass(frozen=True)
@@ -50,6 +41,7 @@ class Replies(Protocol):
 
     The order of calls is the order of the stream: `begin`, then for each choice any number of
     `feed` and one `finish`, then `end`. Without a stream the same calls come before `whole`.
+    Where the ask shows_prompt, a choice's first delta is its prompt.
     """
 
     @property
@@ -72,6 +64,9 @@ class Replies(Protocol):
     def end(self, usage: Usage) -> list[Event]:
         """The last events, when every choice has ended."""
 
+    def fail(self, failure: HttpFailure) -> list[Event]:
+        """The last events of a stream that fails, at whatever point."""
+
     def whole(self, usage: Usage) -> Json:
         """The response without a stream, of all that was fed."""
 
@@ -91,7 +86,5 @@ class Dialect:
     operation: str  # gen_ai.operation.name
     read: Callable[[bytes], Call]  # raises InvalidRequest
     error: Callable[[HttpFailure], Json]  # the body of an error response
-    error_event: Callable[[HttpFailure], Event]  # amid a stream
     last_words: bytes = b""  # after a stream's last event, never after an error
     keep_alive: bytes = b": keep-alive\n\n"
-

@@ -37,12 +37,12 @@ def test_any_pieces_in_any_order_make_the_answer(
         start = min(start, num_tokens)
         is_taken = inbox.accept(message(first + start, answer[start : start + length]))
         assert is_taken == (first + start <= inbox.next_index)
-        taken += inbox.take()
+        taken += inbox.take().token_ids
         assert taken == answer[: len(taken)]
         assert inbox.next_index == first + len(taken)
     inbox.accept(message(inbox.next_index, answer[len(taken) :], STOP))
 
-    assert taken + inbox.take() == answer
+    assert taken + inbox.take().token_ids == answer
     assert inbox.end == STOP
 
 
@@ -80,4 +80,4 @@ async def test_waiting_ends_with_the_first_arrival_or_the_time() -> None:
 
     asyncio.get_running_loop().call_later(0.01, inbox.accept, message(0, [1]))
     await inbox.wait(5)
-    assert inbox.take() == [1]
+    assert inbox.take().token_ids == [1]

@@ -1,0 +1,132 @@
+"""The endpoints that need no worker: texts to tokens, tokens to texts, and how many there are."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.ask import Json
+from services.gateway.config import GatewayConfig
+from services.gateway.dialects.messages import read_count
+from services.gateway.dialects.messages_replies import anthropic_error
+from services.gateway.dialects.texting import read_detokenize, read_tokenize
+from services.gateway.door.doorkeeper import CALLER
+from services.gateway.door.keys import Caller
+from services.gateway.exchange import Resources
+from services.gateway.failures import HttpFailure, InvalidRequest, as_http, openai_error
+from services.gateway.intake import Limits, prompt_token_ids
+from services.gateway.text.tokenizer import Tokenizer
+from services.gateway.wire import ClientGone, read_body
+from shared.errors import FarspanError
+from shared.json_file import read_object
+
+
+class Texting:
+    """What the endpoints answer. Blocking: texts may be long."""
+
+    def __init__(self, config: GatewayConfig, tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._limits = Limits(
+            max_tokens=tokenizer.checkpoint.max_context_tokens,
+            max_prompt_tokens=config.max_prompt_tokens,
+            default_new_tokens=config.default_max_tokens,
+        )
+
+    def count(self, body: bytes, tenant: str) -> Json:
+        """POST /v1/messages/count_tokens. Raises BadRequest."""
+        request = read_count(body)
+        self._check_model(request.model)
+        ids = prompt_token_ids(request.chat(), self._tokenizer, tenant, self._limits)
+        return {"input_tokens": len(ids)}
+
+    def tokenize(self, body: bytes, tenant: str) -> Json:
+        """POST /tokenize. Raises BadRequest."""
+        request = read_tokenize(body)
+        self._check_model(request.model)
+        ids = prompt_token_ids(request.asked(), self._tokenizer, tenant, self._limits)
+        names = [self._tokenizer.token_text(each) for each in ids]
+        return {
+            "count": len(ids),
+            "max_model_len": self._limits.max_tokens,
+            "tokens": ids,
+            "token_strs": names if request.return_token_strs else None,
+        }
+
+    def detokenize(self, body: bytes, tenant: str) -> Json:
+        """POST /detokenize. Raises BadRequest."""
+        request = read_detokenize(body)
+        self._check_model(request.model)
+        return {"prompt": self._tokenizer.decode(request.tokens, skips_special=False)}
+
+    def info(self) -> Json:
+        """GET /tokenizer_info: the checkpoint's tokenizer_config.json and chat template."""
+        path = self._config.checkpoint / "tokenizer_config.json"
+        settings = read_object(path) if path.exists() else {}
+        template = (self._config.checkpoint / "chat_template.jinja").read_text(encoding="utf-8")
+        told = {name: _plain(value) for name, value in settings.items()}
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **told, "chat_template": template}
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._config.model_name:
+            raise InvalidRequest(
+                f"the model {name!r} does not exist",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+
+
+@dataclass(frozen=True)
+class TextEndpoint:
+    """One of them as an ASGI application."""
+
+    max_body_bytes: int
+    answer: Callable[[bytes, str], Json]  # to a body, for a tenant
+    error: Callable[[HttpFailure], Json]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request to its end."""
+        try:
+            body = await read_body(receive, self.max_body_bytes)
+            caller: Caller = scope.get("state", {}).get(CALLER, Caller())
+            told = await asyncio.to_thread(self.answer, body, caller.tenant)
+            response = JSONResponse(told)
+        except ClientGone:
+            return
+        except FarspanError as error:
+            failure = as_http(error)
+            headers = dict(failure.headers)
+            response = JSONResponse(self.error(failure), failure.status, headers)
+        await response(scope, receive, send)
+
+
+def add_text_routes(app: FastAPI, resources: Resources) -> None:
+    """The routes. Raises ConfigError for a tokenizer_config.json that cannot be read."""
+    texting = Texting(resources.config, resources.tokenizer)
+    info = texting.info()
+    max_body_bytes = resources.config.max_body_bytes
+    count = TextEndpoint(max_body_bytes, texting.count, anthropic_error)
+    tokenize = TextEndpoint(max_body_bytes, texting.tokenize, openai_error)
+    detokenize = TextEndpoint(max_body_bytes, texting.detokenize, openai_error)
+    app.router.routes.append(Route("/v1/messages/count_tokens", count, methods=["POST"]))
+
+    async def tokenizer_info() -> JSONResponse:
+        return JSONResponse(info)
+
+    for prefix in ("", "/v1"):
+        app.router.routes += [
+            Route(f"{prefix}/tokenize", tokenize, methods=["POST"]),
+            Route(f"{prefix}/detokenize", detokenize, methods=["POST"]),
+        ]
+        app.add_api_route(f"{prefix}/tokenizer_info", tokenizer_info, methods=["GET", "HEAD"])
+
+
+def _plain(value: Any) -> Any:
+    """A special token as its text, also where the file tells more of it."""
+    return value["content"] if isinstance(value, dict) and "content" in value else value
