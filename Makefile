@@ -2,10 +2,10 @@
 BIN := .venv/bin
 ARGS ?=
 PYTHON ?= python3
-BENCHMARKS := cpu_engine passkeys shared_promises
+BENCHMARKS := cpu_engine passkeys shared_promises gateway
 
 .DEFAULT_GOAL := help
-.PHONY: help serve serve-gpu chat status setup setup-dev test test-gpu check fmt proto bench clean
+.PHONY: help serve serve-gpu chat new-key status setup setup-dev test test-gpu test-clients test-browser check audit fmt proto bench clean
 
 help:  ## list the commands
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -15,6 +15,9 @@ serve: setup  ## install what is missing and serve the bundled checkpoint; optio
 
 chat: setup  ## talk to what `make serve` serves
 	@exec $(BIN)/farspan chat $(ARGS)
+
+new-key: setup  ## make an API key for the gateway: ARGS="alice --tenant research"
+	@$(BIN)/farspan new-key $(ARGS)
 
 status: setup  ## show services, workers and pools
 	@exec $(BIN)/farspan status $(ARGS)
@@ -28,11 +31,25 @@ test: setup-dev check  ## install what tests need, run every check and every tes
 test-gpu:  ## run what needs one or two GPUs; PYTHON as for serve-gpu, with pytest and hypothesis
 	@PYTHONPATH=. $(PYTHON) -m pytest -c /dev/null --rootdir=. --noconftest --import-mode=importlib -p no:cacheprovider -W ignore tests/shared/engine/kernels tests/shared/engine/gpu tests/shared/engine/kv/test_pinned_pool.py tests/shared/engine/handoff/test_gpu_placing.py tests/system/test_prefill_on_gpus.py tests/system/test_glm_slice.py tests/system/test_services_on_gpus.py $(ARGS)
 
+test-clients: setup-dev  ## install real clients into .clients and run them against a real stack; 15 minutes
+	@PYTHON=$(BIN)/python scripts/setup_clients.sh
+	@$(BIN)/python -m pytest -m clients tests/clients $(ARGS)
+
+test-browser: setup-dev  ## install Chromium where it is missing and look at the page with it; 2 minutes
+	@scripts/setup.sh local browser
+	@scripts/setup_browser.sh
+	@$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
+
 check: setup-dev  ## format, lint, types, import contracts
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+audit: setup  ## look for known weaknesses of what is installed; needs the PyPI advisory service
+	@$(PYTHON) -m venv .audit && .audit/bin/pip install --quiet pip-audit==2.10.1
+	@$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' > .audit/installed.txt
+	@.audit/bin/pip-audit --strict --disable-pip --no-deps --progress-spinner off -r .audit/installed.txt $(ARGS)
 
 fmt: setup-dev  ## format, and fix what can be fixed
 	@$(BIN)/ruff format .
@@ -51,4 +68,4 @@ setup-dev:  ## create .venv with what tests need, too
 	@scripts/setup.sh local dev
 
 clean:  ## remove .venv, run folders and caches
-	rm -rf .venv .run .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .audit .run .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
