@@ -12,6 +12,7 @@ from services.gateway.attempt import Job, Line
 from services.gateway.dialects.dialect import Ending, Event, Opening, Replies
 from services.gateway.generation import Generation, generation
 from services.gateway.inbox import Batch
+from services.gateway.intake import Echo
 from services.gateway.ledger import Usage, total
 from services.gateway.text.answer import Answer, Delta, TokenLogprob
 from services.gateway.text.glm import Content
@@ -20,13 +21,7 @@ from shared import farspan_pb2 as pb
 from shared import telemetry
 from shared.errors import FarspanError
 
-
-@dataclass(frozen=True)
-class Echo:
-    """A prompt that its answers begin with."""
-
-    text: str
-    token_ids: Sequence[int] = ()  # given where logprobs are told
+_LONG_ECHO_TOKENS = 256  # told in 2 ms; more would hold up the other streams
 
 
 @dataclass
@@ -113,6 +108,7 @@ class Choices:
             choice.live = live
             await self._wait_for_all(is_stream)
             await self._read(number, live)
+        await self._response.events(self._finished(number, live))
 
     async def _wait_for_all(self, is_stream: bool) -> None:
         """Until every answer is accepted: what is refused can still be a status then."""
@@ -137,7 +133,7 @@ class Choices:
                     if not answer.num_tokens:
                         waiting.end()
                         waiting = telemetry.start("gateway.stream")
-                        events = self._opening(number, live)
+                        events = self._opening() + await self._echoed(number, live)
                     events += self._fed(number, batch)
                     if events:
                         await self._response.events(events)
@@ -147,20 +143,29 @@ class Choices:
                         break
         finally:
             waiting.end()
-        await self._response.events(self._finished(number, live))
 
-    def _opening(self, number: int, live: Generation) -> list[Event]:
-        events: list[Event] = []
-        if not self._is_begun:
-            self._is_begun = True
-            self.first_token_at_s = self._line.clock()
-            self._on_first_token()
-            usage = replace(self.usage, completion_tokens=0, reasoning_tokens=0)
-            events = self._replies.begin(Opening(usage))
+    def _opening(self) -> list[Event]:
+        """What comes before the first token of the first choice."""
+        if self._is_begun:
+            return []
+        self._is_begun = True
+        self.first_token_at_s = self._line.clock()
+        self._on_first_token()
+        usage = replace(self.usage, completion_tokens=0, reasoning_tokens=0)
+        return self._replies.begin(Opening(usage))
+
+    async def _echoed(self, number: int, live: Generation) -> list[Event]:
+        """A choice's prompt, where it is shown."""
         choice = self._choices[number]
-        if choice.echo is not None:
-            events += self._replies.feed(number, _echoed(choice.echo, choice.answer, live))
-        return events
+        if choice.echo is None:
+            return []
+
+        def feed() -> list[Event]:
+            assert choice.echo is not None
+            return self._replies.feed(number, _echoed(choice.echo, choice.answer, live))
+
+        is_long = len(choice.echo.token_ids) > _LONG_ECHO_TOKENS
+        return await asyncio.to_thread(feed) if is_long else feed()
 
     def _fed(self, number: int, batch: Batch) -> list[Event]:
         """One event a token, unless the client reads too slowly for that.
@@ -180,7 +185,7 @@ class Choices:
 
     def _finished(self, number: int, live: Generation) -> list[Event]:
         answer = self._choices[number].answer
-        events = [] if answer.num_tokens else self._opening(number, live)
+        events = self._opening()
         reason = pb.FINISH_REASON_STOP if answer.is_stopped else live.finish_reason
         events += self._replies.feed(number, answer.flush())
         return events + self._replies.finish(number, Ending(reason, answer.stop))

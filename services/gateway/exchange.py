@@ -4,6 +4,7 @@ Knows the order of things; what each step means is elsewhere.
 """
 
 import asyncio
+import functools
 import logging
 import math
 import time
@@ -12,19 +13,20 @@ from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 
-from services.gateway.ask import Ask, Chat, Text, TokenIds
+from services.gateway.ask import Ask, Chat
 from services.gateway.attempt import Job, Line
-from services.gateway.choices import Choice, Choices, Echo
+from services.gateway.choices import Choice, Choices
 from services.gateway.config import GatewayConfig
 from services.gateway.dialects.dialect import Call, Dialect, Replies
 from services.gateway.door.keys import salt
 from services.gateway.failures import InvalidRequest, as_http
 from services.gateway.intake import Intake, Limits, take_in
+from services.gateway.ledger import Usage
 from services.gateway.metrics import Metrics
 from services.gateway.record import Books, Client, Record
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.timelines import Timelines
-from services.gateway.wire import Response, encoded
+from services.gateway.wire import Response, dump, encoded
 from shared import block_hash, telemetry
 from shared.errors import DeadlineExceeded, FarspanError, WorkerLost
 
@@ -35,6 +37,7 @@ SESSION_HEADERS = ("x-correlation-id", "x-session-id", "x-claude-code-session-id
 _MAX_SESSION_CHARACTERS = 256
 _SMALL_BODY_BYTES = 4 << 10  # tokenised in 3 ms; more would hold up the other streams
 _READ_AT_ONCE_BYTES = 16 << 10  # parsed in less than 1 ms; going to a thread takes 0.3 ms
+_LONG_TOKENS = 4096  # of a whole response, which may tell as many logprobs
 _GRACE_S = 1.0  # a client that reads too slowly is given up this long after the deadline
 _LAST_WORD_S = 1.0  # and this long is tried to tell it why
 
@@ -184,23 +187,10 @@ class Exchange:
                 known_as=(replies.id, self._client.request_id),
             )
             place = number // ask.num_choices
-            echo = self._echo(ask, place, prompt.token_bytes) if ask.shows_prompt else None
+            echo = intake.echoes[place] if intake.echoes else None
             choices.append(Choice(job, intake.new_answer(), place, echo))
         self._record.accepted(ask, intake.samplings[0], session, replies.id)
         return Choices(line, choices, replies, self._response, self._client.visit.leave_queue)
-
-    def _echo(self, ask: Ask, place: int, encoded_prompt: bytes) -> Echo:
-        prompt = ask.prompts[place]
-        tokenizer = self._resources.tokenizer
-        match prompt:
-            case Text(text):
-                shown = text
-            case TokenIds(ids):
-                shown = tokenizer.decode(ids, skips_special=False)
-            case Chat():
-                raise InvalidRequest("a chat cannot be echoed", param="echo")
-        has_logprobs = ask.wishes.num_prompt_logprobs is not None
-        return Echo(shown, block_hash.token_ids(encoded_prompt) if has_logprobs else ())
 
     async def _answer(self, ask: Ask, choices: Choices, replies: Replies) -> None:
         try:
@@ -212,8 +202,16 @@ class Exchange:
             await self._response.events(replies.end(usage))
             await self._response.end_stream(self._dialect.last_words)
         else:
-            await self._response.send_json(200, replies.whole(usage))
+            is_long = usage.total_tokens > _LONG_TOKENS
+            tell = functools.partial(_told, replies, usage)
+            await self._response.send_json(
+                200, await asyncio.to_thread(tell) if is_long else tell()
+            )
         self._record.answered(replies, choices, ask.model)
+
+
+def _told(replies: Replies, usage: Usage) -> bytes:
+    return dump(replies.whole(usage))
 
 
 def _has_grammar(ask: Ask) -> bool:

@@ -5,7 +5,7 @@ here.
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from services.gateway.ask import Ask, Chat, Prompt, Text, TokenIds, Wishes
@@ -18,6 +18,7 @@ from shared import block_hash, sampling
 from shared import farspan_pb2 as pb
 
 MAX_ANSWERS = 256  # of one request: prompts times choices
+MAX_ECHOED_LOGPROBS = 1 << 18  # of one prompt: 20 MB of JSON
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,14 @@ class Tokens:
     token_bytes: bytes
     block_hashes: bytes
     namespace: bytes
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that its answers begin with."""
+
+    text: str
+    token_ids: Sequence[int] = ()  # given where logprobs are told
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,7 @@ class Intake:
     """A request ready to be placed: its prompts, and how each of its answers is read."""
 
     prompts: list[Tokens]
+    echoes: list[Echo]  # one for each prompt, where the ask shows_prompt
     samplings: list[pb.SamplingParams]  # one for each answer, prompt by prompt
     new_answer: Callable[[], Answer]
 
@@ -71,7 +81,35 @@ def take_in(
         found = samplings_of(ask, tokenizer, grammar, _new_tokens(ask, tokens, limits))
         sampling.check_prompt_logprobs(found[0], tokens.num_tokens)
         samplings += found
-    return Intake(prompts, samplings, _answers(ask, chat, tokenizer, is_reasoning))
+    echoes = []
+    if ask.shows_prompt:
+        echoes = [
+            _echo(ask, prompt, tokens.token_bytes, tokenizer)
+            for prompt, tokens in zip(ask.prompts, prompts, strict=True)
+        ]
+    return Intake(prompts, echoes, samplings, _answers(ask, chat, tokenizer, is_reasoning))
+
+
+def _echo(ask: Ask, prompt: Prompt, encoded: bytes, tokenizer: Tokenizer) -> Echo:
+    ids = block_hash.token_ids(encoded)
+    match prompt:
+        case Text(text):
+            shown = text
+        case TokenIds():
+            shown = tokenizer.decode(ids, skips_special=False)
+        case Chat():
+            raise InvalidRequest("a chat cannot be echoed", param="echo")
+    num_logprobs = ask.wishes.num_prompt_logprobs
+    if num_logprobs is None:
+        return Echo(shown)
+    if len(ids) * (1 + num_logprobs) > MAX_ECHOED_LOGPROBS:
+        raise InvalidRequest(
+            f"logprobs of {len(ids)} prompt tokens and {num_logprobs} others beside each are more"
+            f" than the {MAX_ECHOED_LOGPROBS} that are told",
+            param="logprobs",
+            code="invalid_value",
+        )
+    return Echo(shown, ids)
 
 
 def prompt_token_ids(

@@ -47,8 +47,8 @@ class Response:
     async def send_json(
         self, status: int, body: Any, headers: Mapping[str, str] | None = None
     ) -> None:
-        """The whole response."""
-        data = dump(body)
+        """The whole response; `body` is a document, or JSON already."""
+        data = body if isinstance(body, bytes) else dump(body)
         length = {"content-type": "application/json", "content-length": str(len(data))}
         await self._start(status, {**length, **(headers or {})})
         await self._write(data, is_last=True)
