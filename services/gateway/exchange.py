@@ -33,7 +33,13 @@ from shared.errors import DeadlineExceeded, FarspanError, WorkerLost
 logger = logging.getLogger(__name__)
 
 TIMEOUT_HEADER = "x-request-timeout-s"
-SESSION_HEADERS = ("x-correlation-id", "x-session-id", "x-claude-code-session-id", "session-id")
+SESSION_HEADERS = (
+    "x-correlation-id",
+    "x-session-id",
+    "x-claude-code-session-id",
+    "session-id",
+    "x-session-affinity",
+)
 _MAX_SESSION_CHARACTERS = 256
 _SMALL_BODY_BYTES = 4 << 10  # tokenised in 3 ms; more would hold up the other streams
 _READ_AT_ONCE_BYTES = 16 << 10  # parsed in less than 1 ms; going to a thread takes 0.3 ms

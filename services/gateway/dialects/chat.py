@@ -3,12 +3,12 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from services.gateway.ask import Ask, Chat, Json, Named, ToolChoice
 from services.gateway.dialects.bounds import num_values, refuse_many_values
 from services.gateway.dialects.sampled import MAX_LOGPROBS, Sampled
-from services.gateway.dialects.shapes import MAX_TOOLS, Count, Served, Shape, parse
+from services.gateway.dialects.shapes import MAX_TOOLS, Count, Served, Shape, parse, word_or
 from services.gateway.failures import InvalidRequest
 
 MAX_TEMPLATE_OPTIONS = 64
@@ -130,7 +130,7 @@ class ChatRequest(Sampled):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Annotated[ChosenTool, BeforeValidator(_as_chosen)] | None = None
+    tool_choice: Annotated[ChosenTool, word_or(ChosenTool, _as_chosen)] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     chat_template_kwargs: (

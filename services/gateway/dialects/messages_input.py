@@ -2,11 +2,11 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from services.gateway.ask import Json
 from services.gateway.dialects.sealed import unseal
-from services.gateway.dialects.shapes import Shape
+from services.gateway.dialects.shapes import Shape, word_or
 
 # What each kind of block cannot be without.
 _NEEDED = {
@@ -69,7 +69,7 @@ def _as_blocks(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-Blocks = Annotated[list[Block], Field(fail_fast=True), BeforeValidator(_as_blocks)]
+Blocks = Annotated[list[Block], Field(fail_fast=True), word_or(list[Block], _as_blocks)]
 
 
 class Turn(Shape):

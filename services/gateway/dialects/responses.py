@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import Field, field_validator
 
 from services.gateway.ask import (
     Ask,
@@ -25,7 +25,15 @@ from services.gateway.dialects.responses_tools import (
     echoed_tools,
 )
 from services.gateway.dialects.sampled import MAX_LOGPROBS
-from services.gateway.dialects.shapes import MAX_INT, MAX_TOOLS, Count, Served, Shape, parse
+from services.gateway.dialects.shapes import (
+    MAX_INT,
+    MAX_TOOLS,
+    Count,
+    Served,
+    Shape,
+    parse,
+    word_or,
+)
 from services.gateway.failures import InvalidRequest
 
 SERVED: Served = {
@@ -101,7 +109,7 @@ class ResponsesRequest(Shape):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Annotated[Choice, BeforeValidator(as_choice)] | None = None
+    tool_choice: Annotated[Choice, word_or(Choice, as_choice)] | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None

@@ -2,13 +2,13 @@
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from services.gateway.ask import Json
 from services.gateway.dialects.bounds import num_values, refuse_many_values
 from services.gateway.dialects.chat import call_arguments
 from services.gateway.dialects.sealed import unseal
-from services.gateway.dialects.shapes import Shape
+from services.gateway.dialects.shapes import Shape, word_or
 from services.gateway.failures import InvalidRequest
 
 # What each kind of item cannot be without.
@@ -61,7 +61,7 @@ def _as_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-Parts = Annotated[list[Part], Field(fail_fast=True), BeforeValidator(_as_parts)]
+Parts = Annotated[list[Part], Field(fail_fast=True), word_or(list[Part], _as_parts)]
 
 
 class Item(Shape):
@@ -95,7 +95,7 @@ def _as_items(given: Any) -> Any:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
-Items = Annotated[list[Item], Field(fail_fast=True, min_length=1), BeforeValidator(_as_items)]
+Items = Annotated[list[Item], Field(fail_fast=True, min_length=1), word_or(list[Item], _as_items)]
 
 
 def joined_name(namespace: str | None, name: str) -> str:

@@ -5,10 +5,10 @@ known but not served are refused by name unless they hold their default.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from services.gateway.dialects.bounds import refuse_endless
@@ -28,6 +28,14 @@ class Shape(BaseModel):
     """A part of a request."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+
+
+def word_or(shape: Any, as_shape: Callable[[Any], Any]) -> BeforeValidator:
+    """Text is taken for the shape that it stands for, and told of in the OpenAPI document.
+
+    Unlike a union's, an error then names one thing only.
+    """
+    return BeforeValidator(as_shape, json_schema_input_type=str | shape)
 
 
 def stop_list(stop: str | list[str] | None) -> tuple[str, ...]:

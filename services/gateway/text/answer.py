@@ -49,7 +49,7 @@ class Delta:
 class Stops:
     """What of the client's ends an answer before its workers do."""
 
-    texts: Sequence[str] = ()
+    texts: Sequence[str] = ()  # looked for after the reasoning: clients do not mean what they skip
     token_ids: frozenset[int] = frozenset()  # their text is not shown; workers end with them too
     min_tokens: int = 0  # texts that end within the first so many tokens do not count
 
@@ -111,7 +111,7 @@ class Answer:
             self._is_ended, self.stop = True, token_id
             return []
         text = self._detokenizer.feed(token_id)
-        if self.num_tokens > self._stops.min_tokens:
+        if self.num_tokens > self._stops.min_tokens and not self._parser.is_reasoning:
             text = self._scanner.feed(text)
             if self._scanner.stopped_by is not None:
                 self._is_ended, self.stop = True, self._scanner.stopped_by

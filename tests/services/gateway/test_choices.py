@@ -231,7 +231,14 @@ async def test_all_that_is_wished_for_reaches_the_workers(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    "header", ["x-correlation-id", "x-session-id", "x-claude-code-session-id", "session-id"]
+    "header",
+    [
+        "x-correlation-id",
+        "x-session-id",
+        "x-claude-code-session-id",
+        "session-id",
+        "x-session-affinity",
+    ],
 )
 async def test_a_session_is_read_from_each_usual_header(stage: Stage, header: str) -> None:
     """The body's own word goes first."""

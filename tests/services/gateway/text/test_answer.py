@@ -78,6 +78,16 @@ def test_a_stop_token_of_the_client_s_ends_the_answer_unseen() -> None:
     assert whole.num_tokens == len(TOKENIZER.encode("a</think>b")) + 1
 
 
+def test_a_stop_string_in_the_reasoning_ends_nothing() -> None:
+    """A client that stops at a full stop means the answer, which it has not seen yet."""
+    whole = stages(Stops((".",)))
+
+    parts = whole.feed(TOKENIZER.encode("One. Two.</think>Three. Four")).parts
+
+    assert parts == [Reasoning("One. Two."), Content("Three")]
+    assert whole.stop == "."
+
+
 def test_a_stop_string_within_the_first_tokens_does_not_count() -> None:
     """min_tokens promises so many."""
     ids = TOKENIZER.encode("</think>word word")
