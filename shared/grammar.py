@@ -5,8 +5,10 @@ Loads neither torch nor numpy, so that the gateway can refuse a grammar before a
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 import llguidance
 
@@ -20,15 +22,21 @@ MAX_GRAMMAR_CHARACTERS = 1 << 18
 # second, within these some 50 ms; schemas with 1,500 properties have room.
 _LIMITS = llguidance.LLParserLimits(
     max_items_in_row=2000,
-    initial_lexer_fuel=1_000_000,
+    initial_lexer_fuel=100_000,  # compiles within half a second; with a million it took up to 110 s
     step_lexer_fuel=100_000,
     step_max_items=5_000,
     max_lexer_states=50_000,
-    max_grammar_size=100_000,
+    max_grammar_size=20_000,
     verbose_errors=False,  # else an error tells what was written so far
 )
+# The library compiles by recursion and has no bound for its depth: an overflow would end the process.
+# No grammar of the characters allowed goes deeper than this holds; what is not used costs nothing.
+_STACK_BYTES = 1 << 30
 _SILENT = 0
 _LONGEST_REASON = 300
+
+T = TypeVar("T")
+_starting = threading.Lock()
 
 
 def check(lark: str) -> None:
@@ -37,7 +45,9 @@ def check(lark: str) -> None:
     Takes up to a second, mostly without the interpreter's lock.
     """
     _refuse_long(lark)
-    reason = llguidance.LLMatcher.validate_grammar(lark, None, limits=_LIMITS)
+    reason = _deep_down(
+        lambda: llguidance.LLMatcher.validate_grammar(lark, None, limits=_LIMITS)
+    )
     if reason:
         raise BadRequest(f"the grammar cannot be used: {_in_one_line(reason)}")
 
@@ -80,7 +90,8 @@ class Constraint:
         _refuse_long(lark)
         self.is_over = False  # a stop token was accepted
         self._tokens = tokens
-        self._matcher = llguidance.LLMatcher(tokens.known, lark, log_level=_SILENT, limits=_LIMITS)
+        self._next: bytes | None
+        self._matcher, self._next = _deep_down(lambda: _begun(tokens, lark))
         self._check("the grammar cannot be used")
 
     @property
@@ -94,7 +105,8 @@ class Constraint:
         The unwanted ones are among them only if nothing else is: a text that is complete must end.
         Raises BadRequest when there is none at all, or when they cannot be found within bounds.
         """
-        found = self._matcher.compute_bitmask()
+        found = self._next or self._matcher.compute_bitmask()
+        self._next = None
         # In its error state the library allows a stop, which would pass a part for the whole.
         self._check("the grammar became too complex")
         allowed = int.from_bytes(found, "little") & self._tokens.usable
@@ -112,6 +124,7 @@ class Constraint:
                 raise BadRequest("the text ended before its grammar was complete")
             self.is_over = True
             return
+        self._next = None
         self._matcher.consume_token(token_id)
         self._check("the text does not fit its grammar")
 
@@ -119,6 +132,33 @@ class Constraint:
         if self._matcher.is_error():
             reason = self._matcher.get_error().strip()[:_LONGEST_REASON]
             raise BadRequest(f"{what}: {reason}")
+
+
+def _begun(tokens: "_Tokens", lark: str) -> tuple[llguidance.LLMatcher, bytes]:
+    """A matcher with its first mask: of many alternatives that takes long, and no step may wait."""
+    matcher = llguidance.LLMatcher(tokens.known, lark, log_level=_SILENT, limits=_LIMITS)
+    return matcher, b"" if matcher.is_error() else matcher.compute_bitmask()
+
+
+def _deep_down(work: Callable[[], T]) -> T:
+    """What `work` gives, on a thread with room for deep recursion."""
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as error:
+            found.set_exception(error)
+
+    with _starting:  # the size is the whole process's, for threads that start
+        usual_bytes = threading.stack_size(_STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run, name="grammar")
+            thread.start()
+        finally:
+            threading.stack_size(usual_bytes)
+    thread.join()
+    return found.result()
 
 
 def _refuse_long(lark: str) -> None:

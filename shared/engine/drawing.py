@@ -99,7 +99,8 @@ class _Added:
         self._counts = np.zeros(_FIRST_PLACES, np.int64)
         self._bias = np.zeros(_FIRST_PLACES, np.float64)
         for token_id, bias in zip(asked.bias_token_ids, asked.biases, strict=True):
-            self._bias[self._place_of(token_id)] = bias
+            place = self._place_of(token_id)  # may replace the arrays
+            self._bias[place] = bias
         for token_id in answer:
             self.count(token_id)
 

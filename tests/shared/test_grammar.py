@@ -2,6 +2,9 @@
 
 import json
 import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from shared.grammar import Constraint, Vocabulary, check
 from shared.stop_tokens import stop_token_ids
 from tests.demo import CHECKPOINT, tokenizer
 
+ROOT = Path(__file__).parents[2]
 SIZE = 4096
 VOCABULARY = Vocabulary(CHECKPOINT, SIZE)
 STOPS = stop_token_ids(CHECKPOINT)
@@ -27,6 +31,85 @@ def allowed(constraint: Constraint, unwanted: tuple[int, ...] = ()) -> list[int]
 
 def encode(text: str) -> list[int]:
     return list(tokenizer().encode(text, add_special_tokens=False).ids)
+
+
+def chained(line: str, count: int) -> str:
+    """A rule that refers to one that refers to one..."""
+    rules = (line.format(this=number, next=number + 1) for number in range(count))
+    return "\n".join(["start: r0", *rules, f'r{count}: "b"', f'T{count}: "b"'])
+
+
+def linked(count: int) -> str:
+    """A schema of objects, each within another by reference."""
+    definitions: dict[str, object] = {
+        f"d{n}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}}
+        for n in range(count)
+    }
+    definitions[f"d{count}"] = {"type": "integer"}
+    return f"start: %json {json.dumps({'$ref': '#/$defs/d0', '$defs': definitions})}"
+
+
+DEEP = {
+    "rules": lambda: chained('r{this}: "a" r{next}?', 9000),
+    "terminals": lambda: chained('T{this}: "a" T{next}?', 9000).replace("r0", "T0"),
+    "brackets": lambda: "start: " + "(" * 90_000 + '"a"' + ")" * 90_000,
+    "a line": lambda: "start: " + '"a" ' * 60_000,
+    "references": lambda: linked(2500),
+}
+
+
+def test_a_deep_grammar_is_refused_or_used_and_the_process_lives() -> None:
+    """In one of its own: an overflow of the stack would end this one, and all its tests.
+
+    The library recurses as deep as the text goes; a usual thread's stack is 8 MB.
+    """
+    code = """
+from tests.shared.test_grammar import DEEP, VOCABULARY, check
+from shared.errors import BadRequest
+for name, text in DEEP.items():
+    print(name, flush=True)
+    try:
+        check(text())
+        VOCABULARY.constraint(text()).mask()
+    except BadRequest:
+        pass
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr[-500:]
+    assert done.stdout.split() == " ".join(DEEP).split()
+
+
+SLOW = {
+    "alternatives of objects": lambda: (
+        "start: %json "
+        + json.dumps(
+            {
+                "anyOf": [
+                    {
+                        "type": "object",
+                        "properties": {f"p{n % 11}": {"type": "integer", "multipleOf": n}},
+                    }
+                    for n in range(1, 1000)
+                ]
+            }
+        )
+    ),
+    "a pattern": lambda: "start: P\nP: /" + "(ab|cd)?" * 5000 + "/",
+    "equal alternatives": lambda: "start: r\nr: " + " | ".join(['"a"'] * 30_000),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_what_would_take_long_to_compile_is_refused(name: str) -> None:
+    """With the library's own bounds these took 5 to 110 s, in which a worker serves nobody."""
+    begun_s = time.monotonic()
+    with pytest.raises(BadRequest):
+        VOCABULARY.constraint(SLOW[name]()).mask()
+
+    assert time.monotonic() - begun_s < 4
 
 
 @pytest.mark.parametrize("seed", range(5))

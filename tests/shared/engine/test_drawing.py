@@ -52,6 +52,15 @@ def additions(made: Drawing) -> dict[int, float]:
     return dict(zip(shaping.added_token_ids.tolist(), shaping.additions.tolist(), strict=True))
 
 
+@pytest.mark.parametrize("count", [64, 65, 128, 129, 1024])
+def test_any_number_of_tokens_may_have_a_bias(count: int) -> None:
+    """Beside penalties, and after a resume."""
+    ids = list(range(0, 4 * count, 4))
+    made = drawing([1, 2], bias_token_ids=ids, biases=[float(each) for each in ids])
+
+    assert additions(made) == {**{each: float(each) for each in ids}, 1: 0.0, 2: 0.0}
+
+
 def test_nothing_is_done_to_the_logits_unless_asked() -> None:
     assert drawing([1], repetition_penalty=1.0).next().shaping is None
     assert drawing([1]).next().shaping is None
