@@ -21,6 +21,7 @@ from shared import farspan_pb2 as pb
 from shared import telemetry
 from shared.errors import FarspanError
 
+_AT_ONCE = 32  # answers of one request: all 256 would be refused for a queue of their own making
 _LONG_ECHO_TOKENS = 256  # told in 2 ms; more would hold up the other streams
 
 
@@ -63,7 +64,8 @@ class Choices:
         self._response = response
         self._on_first_token = on_first_token
         self._num_accepted = 0
-        self._all_accepted = asyncio.Event()
+        self._first_accepted = asyncio.Event()
+        self._places = asyncio.Semaphore(_AT_ONCE)
         self._is_begun = False
 
     @property
@@ -91,9 +93,10 @@ class Choices:
         return [stage for choice in self._choices if choice.live for stage in choice.live.stages]
 
     async def run(self, *, is_stream: bool) -> None:
-        """Every answer, from its acceptance to its end; a stream begins when all are accepted.
+        """Every answer, from its acceptance to its end; some at once, the others as these end.
 
-        Raises what ends the first that fails.
+        A stream begins when the first of them are all accepted. Raises what ends the first that
+        fails.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -104,20 +107,20 @@ class Choices:
 
     async def _run(self, number: int, is_stream: bool) -> None:
         choice = self._choices[number]
-        async with generation(self._line, choice.job) as live:
+        async with self._places, generation(self._line, choice.job) as live:
             choice.live = live
-            await self._wait_for_all(is_stream)
+            await self._wait_for_first(is_stream)
             await self._read(number, live)
         await self._response.events(self._finished(number, live))
 
-    async def _wait_for_all(self, is_stream: bool) -> None:
-        """Until every answer is accepted: what is refused can still be a status then."""
+    async def _wait_for_first(self, is_stream: bool) -> None:
+        """Until as many as go at once are accepted: a refusal can still be a status then."""
         self._num_accepted += 1
-        if self._num_accepted == len(self._choices):
+        if self._num_accepted == min(_AT_ONCE, len(self._choices)):
             if is_stream:
                 await self._response.begin_stream()
-            self._all_accepted.set()
-        await self._all_accepted.wait()
+            self._first_accepted.set()
+        await self._first_accepted.wait()
 
     async def _read(self, number: int, live: Generation) -> None:
         """Pass an answer on until its end or a stop."""

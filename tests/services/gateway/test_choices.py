@@ -1,5 +1,6 @@
 """Several answers to one request, and what is told beside their text."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -86,6 +87,22 @@ async def test_one_choice_that_fails_fails_the_request_and_ends_the_others(stage
     assert held.hold_at == 1
     await eventually(lambda: len(stage.fleet.ended) == 2)
     assert len({request_id for _, request_id in stage.fleet.cancels}) == 1
+
+
+async def test_of_many_answers_some_go_at_once_and_all_are_given(stage: Stage) -> None:
+    """All at once would fill the workers' queues with one request."""
+    held = stage.plan(" yes", hold_at=1)
+
+    asking = asyncio.create_task(stage.complete(prompt=[[5]] * 40, n=2))
+    await eventually(lambda: len(stage.fleet.submits) == 32)
+    await asyncio.sleep(0.1)
+    assert len(stage.fleet.submits) == 32
+    stage.fleet.release()
+    answer = (await asking).json()
+
+    assert [choice["index"] for choice in answer["choices"]] == list(range(80))
+    assert {choice["text"] for choice in answer["choices"]} == {" yes"}
+    assert answer["usage"]["completion_tokens"] == 80 * len(held.answer)
 
 
 async def test_a_choice_that_is_refused_is_a_status_in_a_stream_too(stage: Stage) -> None:
