@@ -225,7 +225,7 @@ class Bus:
                 failure = BadRequest(f"unreadable message on {received.subject}").as_failure()
             except Exception:
                 logger.exception("the handler of %s failed", received.subject)
-                failure = FarspanError(f"internal error on {received.subject}").as_failure()
+                failure = FarspanError("internal error").as_failure()
             headers = {
                 ERROR_HEADER: failure.message or "no message",
                 ERROR_CODE_HEADER: pb.FailureKind.Name(failure.kind),

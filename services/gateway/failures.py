@@ -14,6 +14,7 @@ from shared.errors import (
     Cancelled,
     DeadlineExceeded,
     FarspanError,
+    NoAnswer,
     Overloaded,
     TooLong,
     WorkerLost,
@@ -94,12 +95,15 @@ def as_http(error: FarspanError) -> HttpFailure:
             code="overloaded",
             headers={"retry-after": str(seconds)},
         )
-    status, code = _SERVER_ERRORS.get(type(error), (500, "internal_error"))
+    if isinstance(error, NoAnswer):
+        message = "no answer came in time from a worker or a router"  # its own words name subjects
+    kinds = (_SERVER_ERRORS.get(kind) for kind in type(error).__mro__)
+    status, code = next((found for found in kinds if found), (500, "internal_error"))
     headers = {"retry-after": "1"} if status == HTTPStatus.SERVICE_UNAVAILABLE else {}
     return HttpFailure(status, message, "server_error", code=code, headers=headers)
 
 
-_SERVER_ERRORS: dict[type[FarspanError], tuple[int, str]] = {
+_SERVER_ERRORS: dict[type, tuple[int, str]] = {
     WorkerLost: (503, "no_worker"),
     DeadlineExceeded: (504, "deadline_exceeded"),
     Cancelled: (503, "cancelled"),
