@@ -1,6 +1,7 @@
-"""A connection that is given up when a request's head takes long, or has no end.
+"""A connection that is given up when what is not a body takes long, or has no end.
 
-uvicorn waits for ever, and keeps all that comes; nobody has shown a key yet.
+uvicorn waits for ever, and keeps all that comes: heads, the extensions of chunks, and what trails
+after the last of them. Nobody has shown a key yet.
 """
 
 import asyncio
@@ -9,15 +10,14 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _HEAD_S = 15.0
-_HEAD_BYTES = 64 << 10
+_LOOSE_BYTES = 64 << 10
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection, with bounds for what comes before a body."""
+    """uvicorn's connection, with bounds for what comes before, between and after bodies."""
 
     _head_ends: asyncio.TimerHandle | None = None
-    _num_head_bytes = 0
-    _is_in_head = True
+    _num_loose_bytes = 0  # that came since the last part of a body, or since a head's end
 
     def connection_made(self, transport: Any) -> None:
         """Wait for the first request."""
@@ -30,27 +30,33 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take what came, unless it is a head without end."""
-        if self._is_in_head:
-            self._num_head_bytes += len(data)
+        """Take what came, unless it is loose and without end."""
+        self._num_loose_bytes += len(data)
         super().data_received(data)
-        # Of what came with the head's end, a part may have been body: only an open head counts.
-        if self._is_in_head and self._num_head_bytes > _HEAD_BYTES:
+        if self._num_loose_bytes > _LOOSE_BYTES:
             self._give_up()
 
     def on_message_begin(self) -> None:
         """A head begins: the first one's time began with the connection."""
-        self._is_in_head = True
         if self._head_ends is None:
             self._head_ends = self.loop.call_later(_HEAD_S, self._give_up)
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """The head is whole."""
-        self._is_in_head = False
-        self._num_head_bytes = 0
+        self._num_loose_bytes = 0
         self._forget()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of a body."""
+        self._num_loose_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """A request is whole, its trailers too."""
+        self._num_loose_bytes = 0
+        super().on_message_complete()
 
     def _forget(self) -> None:
         if self._head_ends is not None:

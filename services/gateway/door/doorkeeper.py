@@ -57,8 +57,11 @@ class Doorkeeper:
         """Serve one connection event."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
-        elif scope["type"] != "http" or _is_probe(scope):
+        elif scope["type"] != "http":
             await self._app(scope, receive, send)
+        elif _is_probe(scope):  # without a key, so without a body: one that comes is not waited for
+            upload = Upload(Headers(scope=scope), receive, send, self._rules.body_timeout_s)
+            await self._app(scope, upload.receive, upload.send)
         else:
             await self._admit(scope, receive, send)
 

@@ -12,6 +12,7 @@ from starlette.types import Message, Receive, Send
 
 from services.gateway.failures import InvalidRequest
 
+_MOST_DIGITS = 4000  # leading zeros are allowed, and Python reads 4,300 digits at most
 _SMALL_BYTES = 64 << 10  # costs less to read than a new connection
 # Who writes does not read yet, and what is left unread at the close loses the response. Reading on
 # and dropping it is cheap; clients send what they have begun, if it is not endless.
@@ -28,7 +29,8 @@ class Upload:
         self._timeout_s = timeout_s
         self._ends_s = asyncio.get_running_loop().time() + timeout_s
         length = headers.get("content-length", "")
-        self.announced = int(length) if length.isascii() and length.isdigit() else None
+        is_number = length.isascii() and length.isdigit()
+        self.announced = int(length[-_MOST_DIGITS:]) if is_number else None
         self._is_chunked = "transfer-encoding" in headers
         self._is_expecting = "expect" in headers  # once answered, its body may come or not
         self._is_whole = not self.announced and not self._is_chunked

@@ -506,3 +506,16 @@ async def test_what_is_missing_at_the_start_is_named(
         with pytest.raises(ConfigError, match=complaint):
             async with serve(GatewayConfig(host="127.0.0.1", **given)):
                 pass
+
+
+async def test_a_probe_waits_for_no_body(stage: Stage) -> None:
+    """It needs no key, so nothing that comes with it is read, and the connection ends."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", stage.serving.port)
+    writer.write(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+
+    async with asyncio.timeout(5):
+        told = await reader.read()
+    writer.close()
+
+    assert told.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" in told.lower()

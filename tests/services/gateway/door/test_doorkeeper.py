@@ -268,6 +268,16 @@ async def test_an_announced_length_is_refused_before_a_byte_of_it(tmp_path: Path
         assert body["error"]["code"] == "request_too_large"
 
 
+@pytest.mark.parametrize("zeros", [10, 4290, 9000])
+async def test_a_length_may_begin_with_zeros(tmp_path: Path, zeros: int) -> None:
+    """Python reads no number of more than 4,300 digits; that is no reason for a 500."""
+    async with listening_door(tmp_path) as (reader, writer):
+        writer.write(post(f"Content-Length: {'0' * zeros}{MAX_BYTES + 1}"))
+        status, _, _ = await answer(reader)
+
+        assert status == 413
+
+
 async def test_who_asked_first_whether_to_send_may_keep_its_body(tmp_path: Path) -> None:
     """What comes next on the connection could be either, so nothing does."""
     async with listening_door(tmp_path) as (reader, writer):
