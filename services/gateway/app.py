@@ -6,11 +6,11 @@
 import asyncio
 import logging
 import re
-import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
 
@@ -45,6 +45,7 @@ from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.text_endpoints import add_text_routes
 from services.gateway.timelines import Timelines
 from services.gateway.web.routes import Observed, add_page
+from services.gateway.workshop import Workshop
 from shared import bus, lifecycle, subjects, tasks
 from shared import farspan_pb2 as pb
 
@@ -103,12 +104,14 @@ async def serve(config: GatewayConfig) -> AsyncIterator[Serving]:
     fleet = Fleet(config.model_name, config.heartbeat_timeout_s)
     readiness = Readiness()
     async with (
+        Workshop() as workshop,
         opened(config, {_ANTHROPIC: anthropic_error}) as door,
         bus.connect(config.nats_url, f"gateway {config.id}", config.nats) as connection,
     ):
         mailroom = Mailroom(connection)
         line = Line(connection, mailroom, fleet, config.id, config.model_name)
-        app = build_app(Resources(config, tokenizer, line, Metrics(), Timelines()), readiness, door)
+        resources = Resources(config, tokenizer, line, Metrics(), Timelines(), workshop)
+        app = build_app(resources, readiness, door)
         async with (
             mailroom.open(config.id),
             connection.listen(subjects.HEARTBEAT, _hearing(line)),
@@ -160,21 +163,27 @@ def build_app(resources: Resources, readiness: Readiness, door: Door) -> FastAPI
 
 
 def _add_models(app: FastAPI, resources: Resources) -> None:
-    created = int(time.time())
+    created = datetime.now(UTC).replace(microsecond=0)
+    name = resources.config.model_name
 
     def model_object() -> dict[str, str | int]:
         return {
-            "id": resources.config.model_name,
+            "id": name,
             "object": "model",
-            "created": created,
+            "created": int(created.timestamp()),
             "owned_by": "farspan",
+            # What Anthropic's clients read of a model.
+            "type": "model",
+            "display_name": name,
+            "created_at": created.isoformat().replace("+00:00", "Z"),
             # Without workers nothing is served; what the model could do is the better answer then.
             "max_model_len": resources.limits(resources.line.clock()).max_tokens
             or resources.tokenizer.checkpoint.max_context_tokens,
         }
 
     async def models() -> dict[str, object]:
-        return {"object": "list", "data": [model_object()]}
+        page = {"first_id": name, "last_id": name, "has_more": False}
+        return {"object": "list", "data": [model_object()], **page}
 
     async def model(name: str) -> JSONResponse:
         if name == resources.config.model_name:

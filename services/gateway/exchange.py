@@ -4,12 +4,13 @@ Knows the order of things; what each step means is elsewhere.
 """
 
 import asyncio
-import functools
 import logging
 import math
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
 
@@ -27,10 +28,13 @@ from services.gateway.record import Books, Client, Record
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.timelines import Timelines
 from services.gateway.wire import Response, dump, encoded
+from services.gateway.workshop import SMALL_BYTES, Workshop
 from shared import block_hash, telemetry
 from shared.errors import DeadlineExceeded, FarspanError, WorkerLost
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TIMEOUT_HEADER = "x-request-timeout-s"
 SESSION_HEADERS = (
@@ -57,6 +61,7 @@ class Resources:
     line: Line
     metrics: Metrics
     timelines: Timelines
+    workshop: Workshop
 
     def limits(self, now_s: float) -> Limits:
         """What bounds a request now; no tokens at all without workers."""
@@ -133,7 +138,7 @@ class Exchange:
         is_small = len(body) < _SMALL_BODY_BYTES
         read = self._dialect.read
         is_read_at_once = len(body) < _READ_AT_ONCE_BYTES
-        call = read(body) if is_read_at_once else await asyncio.to_thread(read, body)
+        call = read(body) if is_read_at_once else await self._aside(len(body), read, body)
         line, tokenizer = self._resources.line, self._resources.tokenizer
         now_s = line.clock()
         self._check_servable(call.ask, now_s)
@@ -150,11 +155,19 @@ class Exchange:
             namespace,
             self._resources.limits(now_s),
         )
-        is_quick = is_small and not _has_grammar(call.ask)
-        intake = take_in(*arguments) if is_quick else await asyncio.to_thread(take_in, *arguments)
+        has_grammar = _has_grammar(call.ask)
+        if is_small and not has_grammar:
+            intake = take_in(*arguments)
+        else:
+            num_bytes = max(len(body), SMALL_BYTES if has_grammar else 0)  # it may take as long
+            intake = await self._aside(num_bytes, take_in, *arguments)
         num_tokens = sum(prompt.num_tokens for prompt in intake.prompts)
         self._client.visit.note_prompt(num_tokens, time.monotonic())
         return call, intake
+
+    async def _aside(self, num_bytes: int, work: Callable[..., T], *given: Any) -> T:
+        """What `work` gives, without holding up the loop."""
+        return await self._resources.workshop.run(self._client.tenant, num_bytes, work, *given)
 
     def _check_servable(self, ask: Ask, now_s: float) -> None:
         if ask.model != self._resources.config.model_name:
@@ -208,11 +221,11 @@ class Exchange:
             await self._response.events(replies.end(usage))
             await self._response.end_stream(self._dialect.last_words)
         else:
-            is_long = usage.total_tokens > _LONG_TOKENS
-            tell = functools.partial(_told, replies, usage)
-            await self._response.send_json(
-                200, await asyncio.to_thread(tell) if is_long else tell()
-            )
+            if usage.total_tokens > _LONG_TOKENS:
+                told = await self._aside(SMALL_BYTES, _told, replies, usage)
+            else:
+                told = _told(replies, usage)
+            await self._response.send_json(200, told)
         self._record.answered(replies, choices, ask.model)
 
 

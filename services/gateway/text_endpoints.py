@@ -1,6 +1,5 @@
 """The endpoints that need no worker: texts to tokens, tokens to texts, and how many there are."""
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,8 @@ from services.gateway.exchange import Resources
 from services.gateway.failures import HttpFailure, InvalidRequest, as_http, openai_error
 from services.gateway.intake import Limits, prompt_token_ids
 from services.gateway.text.tokenizer import Tokenizer
-from services.gateway.wire import ClientGone, read_body
+from services.gateway.wire import ClientGone, read_body, until_gone
+from services.gateway.workshop import Workshop
 from shared.errors import FarspanError
 from shared.json_file import read_object
 
@@ -87,6 +87,7 @@ class TextEndpoint:
     """One of them as an ASGI application."""
 
     max_body_bytes: int
+    workshop: Workshop
     answer: Callable[[bytes, str], Json]  # to a body, for a tenant
     error: Callable[[HttpFailure], Json]
 
@@ -95,7 +96,10 @@ class TextEndpoint:
         try:
             body = await read_body(receive, self.max_body_bytes)
             caller: Caller = scope.get("state", {}).get(CALLER, Caller())
-            told = await asyncio.to_thread(self.answer, body, caller.tenant)
+            tenant = caller.tenant
+            told = await until_gone(
+                self.workshop.run(tenant, len(body), self.answer, body, tenant), receive
+            )
             response = JSONResponse(told)
         except ClientGone:
             return
@@ -111,9 +115,9 @@ def add_text_routes(app: FastAPI, resources: Resources) -> None:
     texting = Texting(resources.config, resources.tokenizer)
     info = texting.info()
     max_body_bytes = resources.config.max_body_bytes
-    count = TextEndpoint(max_body_bytes, texting.count, anthropic_error)
-    tokenize = TextEndpoint(max_body_bytes, texting.tokenize, openai_error)
-    detokenize = TextEndpoint(max_body_bytes, texting.detokenize, openai_error)
+    count = TextEndpoint(max_body_bytes, resources.workshop, texting.count, anthropic_error)
+    tokenize = TextEndpoint(max_body_bytes, resources.workshop, texting.tokenize, openai_error)
+    detokenize = TextEndpoint(max_body_bytes, resources.workshop, texting.detokenize, openai_error)
     app.router.routes.append(Route("/v1/messages/count_tokens", count, methods=["POST"]))
 
     async def tokenizer_info() -> JSONResponse:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -519,3 +520,12 @@ async def test_a_probe_waits_for_no_body(stage: Stage) -> None:
 
     assert told.startswith(b"HTTP/1.1 200")
     assert b"connection: close" in told.lower()
+
+
+async def test_anthropic_s_client_lists_the_model(stage: Stage) -> None:
+    """It reads other fields of the same document."""
+    async with anthropic.AsyncAnthropic(base_url=stage.url, api_key="none") as client:
+        (model,) = (await client.models.list()).data
+
+    assert (model.id, model.type, model.display_name) == (MODEL, "model", MODEL)
+    assert model.created_at.year >= 2024
