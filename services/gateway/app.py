@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http import HTTPStatus
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
@@ -41,6 +40,7 @@ from services.gateway.fleet import Fleet
 from services.gateway.listener import listening
 from services.gateway.mailroom import Mailroom
 from services.gateway.metrics import CONTENT_TYPE, Metrics
+from services.gateway.readiness import Readiness, hearing, watching
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.text_endpoints import add_text_routes
 from services.gateway.timelines import Timelines
@@ -51,9 +51,7 @@ from shared import farspan_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-_WATCH_S = 0.25
 _ALIVE_S = 1.0
-_STALL_S = 1.0  # a loop that stood still this long has unread heartbeats: silence proves nothing
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -64,26 +62,6 @@ DIALECTS: dict[str, Dialect] = {
     "/v1/responses": RESPONSES,
 }
 _ANTHROPIC = "/v1/messages"  # paths whose errors have its form
-
-
-class Readiness:
-    """Whether requests can be served; written by the event loop, read by the probe's thread too."""
-
-    def __init__(self) -> None:
-        self._state: tuple[bool, str] = (False, "starting")
-        self._is_draining = False
-
-    def note(self, missing: str) -> None:
-        """Ready when nothing is missing."""
-        self._state = (not missing, missing or "ready")
-
-    def drain(self) -> None:
-        """Not ready from now on."""
-        self._is_draining = True
-
-    def read(self) -> tuple[bool, str]:
-        """Ready or not, and why."""
-        return (False, "draining") if self._is_draining else self._state
 
 
 @dataclass(frozen=True)
@@ -114,8 +92,8 @@ async def serve(config: GatewayConfig) -> AsyncIterator[Serving]:
         app = build_app(resources, readiness, door)
         async with (
             mailroom.open(config.id),
-            connection.listen(subjects.HEARTBEAT, _hearing(line)),
-            _watching(line, readiness),
+            connection.listen(subjects.HEARTBEAT, hearing(line, readiness)),
+            watching(line, readiness),
             lifecycle.health(config.host, config.health_port, readiness.read) as health_port,
             listening(app, config) as port,
             tasks.background(_say_alive(line)),
@@ -140,7 +118,7 @@ def build_app(resources: Resources, readiness: Readiness, door: Door) -> FastAPI
     _add_models(app, resources)
     add_text_routes(app, resources)
     _add_metrics(app, resources.metrics)
-    _add_document(app, openapi.document(resources.config.model_name))
+    _add_document(app, resources.config.model_name)
     add_page(
         app,
         Observed(resources.line.fleet, resources.timelines, resources.line.clock, tenant_of),
@@ -204,9 +182,9 @@ def _add_metrics(app: FastAPI, metrics: Metrics) -> None:
     _add_get(app, "/metrics", scrape)
 
 
-def _add_document(app: FastAPI, document: dict[str, Any]) -> None:
+def _add_document(app: FastAPI, model: str) -> None:
     async def described() -> JSONResponse:
-        return JSONResponse(document)
+        return JSONResponse(openapi.document(model))
 
     _add_get(app, "/openapi.json", described)
 
@@ -261,40 +239,9 @@ def _failed(request: Request, failure: HttpFailure) -> JSONResponse:
     return JSONResponse(told, failure.status, headers=dict(failure.headers))
 
 
-def _hearing(line: Line) -> Callable[[pb.Heartbeat], Awaitable[None]]:
-    async def hear(heartbeat: pb.Heartbeat) -> None:
-        line.fleet.hear(heartbeat, line.clock())
-
-    return hear
-
-
 async def _say_alive(line: Line) -> None:
     """For ever tell the routers that we end what we have placed."""
     alive = pb.GatewayAlive(gateway_id=line.gateway_id)
     while True:
         await line.bus.publish(subjects.GATEWAY_ALIVE, alive)
         await asyncio.sleep(_ALIVE_S)
-
-
-@asynccontextmanager
-async def _watching(line: Line, readiness: Readiness) -> AsyncIterator[None]:
-    """Inside the block readiness is kept true, and silence that proves nothing is forgiven."""
-
-    async def watch() -> None:
-        while True:
-            before_s = line.clock()
-            await asyncio.sleep(_WATCH_S)
-            now_s = line.clock()
-            if not line.bus.is_connected or now_s - before_s > _WATCH_S + _STALL_S:
-                line.fleet.forgive(now_s)
-            missing = (
-                line.fleet.missing(now_s) if line.bus.is_connected else "NATS is not connected"
-            )
-            readiness.note(missing)
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)

@@ -4,6 +4,7 @@ Made from the shapes themselves, so it cannot say anything else than they do.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -53,6 +54,7 @@ _FAILURES = {
 }
 
 
+@cache
 def document(title: str) -> Json:
     """The document, for a gateway that serves this model."""
     shapes = sorted({*GENERATING.values(), *COUNTING.values()}, key=lambda shape: shape.__name__)

@@ -19,7 +19,7 @@ from tests import demo
 from tests.system.watch import Watch, watching
 
 MODEL = "demo-fp8"
-NUM_RANDOM = 500
+NUM_RANDOM = 300
 NUM_AT_ONCE = 8
 # Ends with all of the demo model's answer: the next greedy token is a stop token.
 ALREADY_ANSWERED = (
@@ -238,7 +238,7 @@ def draw(generator: random.Random) -> Asked:
             return asked
 
 
-async def test_pools_return_to_base_after_500_random_requests(
+async def test_pools_return_to_base_after_300_random_requests(
     http: httpx.AsyncClient, watch: Watch
 ) -> None:
     """The order in which things end is anybody's guess; what is left must not be."""

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,13 @@ class Stage:
     fleet: FakeFleet
     url: str
     http: httpx.AsyncClient
-    client: openai.AsyncOpenAI
     tokenizer: Tokenizer
     serving: Serving
+
+    @cached_property
+    def client(self) -> openai.AsyncOpenAI:
+        """Made where it is used: it reads all authorities' certificates, which takes 30 ms."""
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     async def ready(self) -> None:
         """Wait until the gateway would serve a request."""
@@ -65,14 +70,17 @@ async def staged(nats_url: str, *, is_empty: bool = False, **settings: Any) -> A
         url = f"http://127.0.0.1:{serving.port}"
         async with (
             FakeFleet(connection, MODEL).running() as fleet,
-            httpx.AsyncClient(base_url=url, timeout=10) as http,
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+            httpx.AsyncClient(base_url=url, timeout=10, verify=False) as http,
         ):
-            stage = Stage(fleet, url, http, client, TOKENIZER, serving)
+            stage = Stage(fleet, url, http, TOKENIZER, serving)
             if not is_empty:
                 await fleet.add_pair()
                 await stage.ready()
-            yield stage
+            try:
+                yield stage
+            finally:
+                if "client" in vars(stage):
+                    await stage.client.close()
 
 
 async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> float:
