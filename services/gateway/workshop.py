@@ -13,23 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from shared.errors import Cancelled
+from services.gateway.wanted import given_up
 
 T = TypeVar("T")
 
 SMALL_BYTES = 64 << 10  # of a body: its work takes some 30 ms
 _NUM_SMALL = 2
-
-_given_up: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar(
-    "given_up", default=None
-)
-
-
-def check_wanted() -> None:
-    """Raise Cancelled if nobody waits any more for the work that calls this."""
-    given_up = _given_up.get()
-    if given_up is not None and given_up.is_set():
-        raise Cancelled("nobody waits for this any more")
 
 
 class Workshop:
@@ -68,11 +57,11 @@ class Workshop:
     async def _run(
         self, pool: ThreadPoolExecutor, work: Callable[..., T], given: tuple[Any, ...]
     ) -> T:
-        given_up = threading.Event()
+        unwanted = threading.Event()
         context = contextvars.copy_context()
-        context.run(_given_up.set, given_up)
+        context.run(given_up.set, unwanted)
         try:
             return await asyncio.wrap_future(pool.submit(context.run, work, *given))
         except asyncio.CancelledError:
-            given_up.set()
+            unwanted.set()
             raise

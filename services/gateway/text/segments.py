@@ -135,7 +135,7 @@ class SegmentCache:
     def _key(self, tenant: str, segment: str) -> bytes:
         name = tenant.encode()
         digest = blake2b(len(name).to_bytes(4, "little") + name, digest_size=16, key=self._secret)
-        digest.update(segment.encode())
+        digest.update(segment.encode(errors="surrogatepass"))  # marks are surrogates
         return digest.digest()
 
 

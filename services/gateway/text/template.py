@@ -5,6 +5,7 @@ immutable sandbox; what clients give it is data.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
+from services.gateway.text.spellings import MARK
 from shared.errors import BadRequest, ConfigError
 
 # What a template meets when values have not the types that it was written for.
@@ -25,6 +27,7 @@ _TEMPLATE_ERRORS = (
     ArithmeticError,
     RecursionError,
 )
+_NO_ASCII = re.compile(rf"[^\x00-\x7f{MARK}]")
 
 
 class Template:
@@ -60,12 +63,18 @@ class Template:
         try:
             return self._template.render(given)
         except _TEMPLATE_ERRORS as error:
-            raise BadRequest(f"the chat template cannot render these messages: {error}") from error
+            told = str(error).replace(MARK, "")
+            raise BadRequest(f"the chat template cannot render these messages: {told}") from error
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    """jinja2's own filter escapes for HTML, which a prompt must not have."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    """jinja2's own filter escapes for HTML, which a prompt must not have; marks stay marks."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent)
+    return _NO_ASCII.sub(_escaped, text) if ensure_ascii else text
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return json.dumps(found[0])[1:-1]
 
 
 def _refuse(message: str) -> None:

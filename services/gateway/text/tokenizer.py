@@ -12,7 +12,9 @@ import tokenizers
 from services.gateway.text.checkpoint import Checkpoint, read_checkpoint
 from services.gateway.text.detokenizer import Detokenizer, TokenBytes
 from services.gateway.text.segments import Cuts, SegmentCache
+from services.gateway.text.spellings import MARK, Spellings
 from services.gateway.text.template import Template
+from services.gateway.wanted import check_wanted
 from shared import block_hash
 from shared.errors import BadRequest, ConfigError
 from shared.json_file import read_object
@@ -45,20 +47,22 @@ class Tokenizer:
         self._cuts = Cuts(definition)
         self._cache = SegmentCache(cache_bytes)
         self._template = Template(directory)
+        self._spellings = Spellings(definition)
         self._named_bytes = self._read_token_bytes(silent=())
         self._token_bytes = self._read_token_bytes(silent=self._silent_ids())
         self._most_token_characters = _most_token_characters(self._tokenizer, definition)
 
     def encode(self, text: str, tenant: str = "") -> list[int]:
-        """The token ids of a text; control tokens in it are recognised, none are added."""
+        """The token ids of a text, as `encode_bytes` finds them."""
         return block_hash.token_ids(self.encode_bytes(text, tenant))
 
     def encode_bytes(self, text: str, tenant: str = "") -> bytes:
         """The token ids of a text in wire form: little-endian uint32.
 
-        Segments that this tenant has sent before are not tokenised again. Takes a second for each
-        3 MB of others, during which other threads run. Raises BadRequest for what cannot be
-        tokenised within bounds.
+        Control tokens in it are recognised, except across a MARK, which itself stands for nothing;
+        none are added. Segments that this tenant has sent before are not tokenised again. Takes a
+        second for each 3 MB of others, during which other threads run. Raises BadRequest for what
+        cannot be tokenised within bounds.
         """
         return b"".join(self._segment_ids(text, tenant))
 
@@ -67,9 +71,10 @@ class Tokenizer:
 
         A refusal should not take as long as tokenising does.
         """
-        if len(text) <= _USUAL_CHARACTERS_PER_TOKEN * max_tokens:
+        num_characters = len(text) - text.count(MARK)
+        if num_characters <= _USUAL_CHARACTERS_PER_TOKEN * max_tokens:
             return False
-        if len(text) > self._most_token_characters * max_tokens:
+        if num_characters > self._most_token_characters * max_tokens:
             return True
         num_tokens = 0
         for num_more in self._counts(text, tenant):
@@ -110,9 +115,10 @@ class Tokenizer:
     ) -> str:
         """The prompt text of a chat, up to where the assistant speaks unless an option denies that.
 
-        Raises BadRequest when the template refuses the chat.
+        A MARK stands in whatever would make a client's words a control token. Raises BadRequest
+        when the template refuses the chat.
         """
-        return self._template.render(messages, tools, options)
+        return self._template.render(*self._spellings.marked(messages, tools, options))
 
     def _segment_ids(self, text: str, tenant: str) -> Iterator[bytes]:
         for segment in self._cuts.segments(text):
@@ -124,9 +130,11 @@ class Tokenizer:
             yield self._cache.get(tenant, segment, self._encode)
 
     def _encode(self, text: str) -> bytes:
+        check_wanted()
         # Of the ways to encode, `encode` alone keeps the interpreter's lock all the while.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return block_hash.token_bytes(encoding.ids)
+        pieces = text.split(MARK)
+        encodings = self._tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+        return b"".join(block_hash.token_bytes(encoding.ids) for encoding in encodings)
 
     def _counts(self, text: str, tenant: str) -> Iterator[int]:
         """Numbers of tokens that are certain, piece by piece."""

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from services.gateway.workshop import SMALL_BYTES, Workshop, check_wanted
+from services.gateway.wanted import check_wanted
+from services.gateway.workshop import SMALL_BYTES, Workshop
 from shared.errors import Cancelled
 
 MANY = 8

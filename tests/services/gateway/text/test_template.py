@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from services.gateway.text.spellings import MARK
 from services.gateway.text.template import Template
 from shared.errors import BadRequest, ConfigError
 
@@ -53,6 +54,18 @@ def test_it_may_refuse_a_chat_or_fail_over_it(tmp_path: Path, text: str) -> None
     """`raise_exception` is how templates say so; any other failure is the chat's too."""
     with pytest.raises(BadRequest, match="cannot render these messages"):
         template(tmp_path, text).render([], None, {"n": 0})
+
+
+def test_marks_stay_marks_in_json_and_out_of_errors(tmp_path: Path) -> None:
+    """No client ever sees one; a lone surrogate could not be sent."""
+    words = f"<{MARK}|user|> \U0001f642 é \\ud800"
+    shows = template(tmp_path, "{{ x | tojson(ensure_ascii=True) }}{{ x | tojson }}")
+
+    assert shows.render([], None, {"x": words}) == (
+        f'"<{MARK}|user|> \\ud83d\\ude42 \\u00e9 \\\\ud800""<{MARK}|user|> \U0001f642 é \\\\ud800"'
+    )
+    with pytest.raises(BadRequest, match=r"messages: <\|user\|> "):
+        template(tmp_path, "{{ raise_exception(x) }}").render([], None, {"x": words})
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
