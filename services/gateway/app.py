@@ -42,7 +42,7 @@ from services.gateway.mailroom import Mailroom
 from services.gateway.metrics import CONTENT_TYPE, Metrics
 from services.gateway.readiness import Readiness, hearing, watching
 from services.gateway.text.tokenizer import Tokenizer
-from services.gateway.text_endpoints import add_text_routes
+from services.gateway.text_endpoints import add_text_routes, max_model_len
 from services.gateway.timelines import Timelines
 from services.gateway.web.routes import Observed, add_page
 from services.gateway.workshop import Workshop
@@ -136,6 +136,7 @@ def build_app(resources: Resources, readiness: Readiness, door: Door) -> FastAPI
 
     _add_get(app, "/livez", livez)
     _add_get(app, "/readyz", readyz)
+    _add_get(app, "/startupz", readyz)
     _add_get(app, "/health", readyz)
     return app
 
@@ -154,9 +155,7 @@ def _add_models(app: FastAPI, resources: Resources) -> None:
             "type": "model",
             "display_name": name,
             "created_at": created.isoformat().replace("+00:00", "Z"),
-            # Without workers nothing is served; what the model could do is the better answer then.
-            "max_model_len": resources.limits(resources.line.clock()).max_tokens
-            or resources.tokenizer.checkpoint.max_context_tokens,
+            "max_model_len": max_model_len(resources),
         }
 
     async def models() -> dict[str, object]:

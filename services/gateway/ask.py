@@ -123,3 +123,4 @@ class Ask:
     cache_salt: str = ""
     priority: int = 0
     session: str = ""  # what the body names as its conversation; a header may too
+    names: Mapping[str, str] = field(default_factory=dict)  # chat's parameter -> this request's

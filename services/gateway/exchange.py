@@ -20,7 +20,7 @@ from services.gateway.choices import Choice, Choices
 from services.gateway.config import GatewayConfig
 from services.gateway.dialects.dialect import Call, Dialect, Replies
 from services.gateway.door.keys import salt
-from services.gateway.failures import InvalidRequest, as_http
+from services.gateway.failures import InvalidRequest, as_http, shortened
 from services.gateway.intake import Intake, Limits, take_in
 from services.gateway.ledger import Usage
 from services.gateway.metrics import Metrics
@@ -172,7 +172,7 @@ class Exchange:
     def _check_servable(self, ask: Ask, now_s: float) -> None:
         if ask.model != self._resources.config.model_name:
             raise InvalidRequest(
-                f"the model {ask.model!r} does not exist",
+                f"the model {shortened(ask.model)!r} does not exist",
                 param="model",
                 code="model_not_found",
                 status=404,

@@ -22,6 +22,7 @@ from shared.errors import (
 
 INVALID = "invalid_request_error"
 TOO_LONG = "context_length_exceeded"
+_MOST_WORDS, _MOST_MESSAGE = 100, 1000  # characters of a client's own in a message; of a message
 
 
 class InvalidRequest(BadRequest):
@@ -43,6 +44,14 @@ class InvalidRequest(BadRequest):
         self.status = status
         self.error_type = error_type
         self.headers = dict(headers or {})
+        self.details: Mapping[str, Any] | None = None
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Tell the parameter by the name that this API, or this request, has for it."""
+        if self.param is not None and self.param in names:
+            name = names[self.param]
+            self.args = (str(self).replace(f"`{self.param}`", f"`{name}`"),)
+            self.param = name
 
 
 class ShuttingDown(FarspanError):
@@ -62,6 +71,12 @@ class HttpFailure:
     param: str | None = None
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    details: Mapping[str, Any] | None = None  # what a client's library must know to go on without
+
+
+def shortened(text: str, most: int = _MOST_WORDS) -> str:
+    """A client's own words for a message, which may be megabytes: their beginning."""
+    return text if len(text) <= most else text[:most] + "…"
 
 
 def openai_error(failure: HttpFailure) -> dict[str, Any]:
@@ -77,10 +92,16 @@ def openai_error(failure: HttpFailure) -> dict[str, Any]:
 
 def as_http(error: FarspanError) -> HttpFailure:
     """The answer a failure stands for."""
-    message = str(error) or "the request failed"
+    message = shortened(str(error), _MOST_MESSAGE) or "the request failed"
     if isinstance(error, InvalidRequest):
         return HttpFailure(
-            error.status, message, error.error_type, error.param, error.code, error.headers
+            error.status,
+            message,
+            error.error_type,
+            error.param,
+            error.code,
+            error.headers,
+            error.details,
         )
     if isinstance(error, TooLong):
         return HttpFailure(400, message, code=TOO_LONG)

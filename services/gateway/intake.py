@@ -65,6 +65,16 @@ def take_in(
 
     Raises BadRequest for what cannot become a prompt or cannot be drawn.
     """
+    try:
+        return _taken_in(ask, tokenizer, tenant, namespace, limits)
+    except InvalidRequest as error:
+        error.rename(ask.names)
+        raise
+
+
+def _taken_in(
+    ask: Ask, tokenizer: Tokenizer, tenant: str, namespace: bytes, limits: Limits
+) -> Intake:
     if len(ask.prompts) * ask.num_choices > MAX_ANSWERS:
         raise InvalidRequest(f"more than {MAX_ANSWERS} answers", param="n", code="invalid_value")
     _check_wishes(ask, tokenizer)

@@ -38,6 +38,7 @@ READING: Mapping[str, str] = {
     "/farspan/fleet": "The workers and their pools.",
     "/livez": "Whether the process lives.",
     "/readyz": "Whether requests can be served, and why not.",
+    "/startupz": "As /readyz.",
     "/health": "As /readyz.",
 }
 _FAILURES = {

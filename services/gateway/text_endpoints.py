@@ -17,7 +17,13 @@ from services.gateway.dialects.texting import read_detokenize, read_tokenize
 from services.gateway.door.doorkeeper import CALLER
 from services.gateway.door.keys import Caller
 from services.gateway.exchange import Resources
-from services.gateway.failures import HttpFailure, InvalidRequest, as_http, openai_error
+from services.gateway.failures import (
+    HttpFailure,
+    InvalidRequest,
+    as_http,
+    openai_error,
+    shortened,
+)
 from services.gateway.intake import Limits, prompt_token_ids
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.wire import ClientGone, read_body, until_gone
@@ -29,9 +35,13 @@ from shared.json_file import read_object
 class Texting:
     """What the endpoints answer. Blocking: texts may be long."""
 
-    def __init__(self, config: GatewayConfig, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, config: GatewayConfig, tokenizer: Tokenizer, max_model_len: Callable[[], int]
+    ) -> None:
+        """`max_model_len` tells what can be served now, in tokens."""
         self._config = config
         self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
         self._limits = Limits(
             max_tokens=tokenizer.checkpoint.max_context_tokens,
             max_prompt_tokens=config.max_prompt_tokens,
@@ -53,7 +63,7 @@ class Texting:
         names = [self._tokenizer.token_text(each) for each in ids]
         return {
             "count": len(ids),
-            "max_model_len": self._limits.max_tokens,
+            "max_model_len": self._max_model_len(),
             "tokens": ids,
             "token_strs": names if request.return_token_strs else None,
         }
@@ -75,7 +85,7 @@ class Texting:
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._config.model_name:
             raise InvalidRequest(
-                f"the model {name!r} does not exist",
+                f"the model {shortened(name)!r} does not exist",
                 param="model",
                 code="model_not_found",
                 status=404,
@@ -110,9 +120,15 @@ class TextEndpoint:
         await response(scope, receive, send)
 
 
+def max_model_len(resources: Resources) -> int:
+    """The most tokens of a prompt and its answer. Without workers what the model could do."""
+    held = resources.limits(resources.line.clock()).max_tokens
+    return held or resources.tokenizer.checkpoint.max_context_tokens
+
+
 def add_text_routes(app: FastAPI, resources: Resources) -> None:
     """The routes. Raises ConfigError for a tokenizer_config.json that cannot be read."""
-    texting = Texting(resources.config, resources.tokenizer)
+    texting = Texting(resources.config, resources.tokenizer, lambda: max_model_len(resources))
     info = texting.info()
     max_body_bytes = resources.config.max_body_bytes
     count = TextEndpoint(max_body_bytes, resources.workshop, texting.count, anthropic_error)

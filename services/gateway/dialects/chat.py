@@ -9,6 +9,7 @@ from services.gateway.ask import Ask, Chat, Json, Named, ToolChoice
 from services.gateway.dialects.bounds import num_values, refuse_many_values
 from services.gateway.dialects.sampled import MAX_LOGPROBS, Sampled
 from services.gateway.dialects.shapes import MAX_TOOLS, Count, Served, Shape, parse, word_or
+from services.gateway.dialects.structure import refuse_intricate
 from services.gateway.failures import InvalidRequest
 
 MAX_TEMPLATE_OPTIONS = 64
@@ -156,7 +157,13 @@ class ChatRequest(Sampled):
             cache_salt=self.cache_salt or "",
             priority=self.priority or 0,
             session=self.prompt_cache_key or "",
+            names=self.names(),
         )
+
+    def names(self) -> dict[str, str]:
+        """See Sampled."""
+        newer = {"max_tokens": "max_completion_tokens"} if self.max_completion_tokens else {}
+        return super().names() | newer
 
     def _chat(self) -> Chat:
         chosen = self.tool_choice
@@ -226,6 +233,7 @@ def turns(messages: list[Message]) -> list[Json]:
 
 def call_arguments(text: str, where: str, param: str = "messages") -> Json:
     """An earlier call's arguments. Raises InvalidRequest unless they are a JSON object."""
+    refuse_intricate(text.encode(errors="surrogatepass"), where, param)
     try:
         arguments = json.loads(text or "{}")
         refuse_many_values(num_values(arguments), where, param)

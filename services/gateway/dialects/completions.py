@@ -76,6 +76,7 @@ class CompletionRequest(Sampled):
             cache_salt=self.cache_salt or "",
             priority=self.priority or 0,
             session=self.prompt_cache_key or "",
+            names=self.names(),
         )
 
     def _prompts(self) -> tuple[Prompt, ...]:

@@ -7,6 +7,7 @@ from pydantic_core import from_json
 
 from services.gateway.ask import Form, JsonObject, JsonSchema, Lark, OneOf, Regex
 from services.gateway.dialects.shapes import Shape
+from services.gateway.dialects.structure import refuse_intricate
 from services.gateway.failures import InvalidRequest
 
 
@@ -78,6 +79,7 @@ def _schema(given: dict[str, Any] | bool | str) -> Any:
     """A schema; vLLM's clients may send it as JSON text."""
     if not isinstance(given, str):
         return given
+    refuse_intricate(given.encode(), "structured_outputs.json", "structured_outputs")
     try:
         return from_json(given, allow_inf_nan=False)
     except ValueError:

@@ -191,7 +191,12 @@ def anthropic_error(failure: HttpFailure) -> Json:
     message = failure.message
     if failure.code == TOO_LONG and not any(words in message for words in _TOO_LONG_WORDS):
         message = f"{_TOO_LONG_WORDS[0]}: {message}"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    elif failure.param is not None and failure.param not in message:
+        message = f"{failure.param}: {message}"  # this API has no other place for it
+    error: Json = {"type": kind, "message": message}
+    if failure.details is not None:
+        error["details"] = failure.details
+    return {"type": "error", "error": error}
 
 
 def _event(name: str, **fields: object) -> Event:

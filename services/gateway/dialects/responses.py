@@ -48,6 +48,11 @@ SERVED: Served = {
 }
 SEALED_REASONING = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
+_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "messages": "input",
+}
 # These concern items that are never in an answer.
 _MOOT_INCLUDES = (
     "file_search_call.results",
@@ -63,6 +68,9 @@ class TextFormat(Shape):
     """The form of the answer proper."""
 
     type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(max_length=256)] | None = None
+    description: str | None = None
+    strict: bool | None = None
     json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
     def form(self) -> Form | None:
@@ -73,7 +81,7 @@ class TextFormat(Shape):
             return JsonObject()
         if self.json_schema is None:
             raise InvalidRequest(
-                "text.format.schema is missing", param="text", code="invalid_value"
+                "text.format.schema is missing", param="text.format", code="invalid_value"
             )
         return JsonSchema(self.json_schema)
 
@@ -163,6 +171,7 @@ class ResponsesRequest(Shape):
             cache_salt=self.cache_salt or "",
             priority=self.priority or 0,
             session=self.prompt_cache_key or "",
+            names=_NAMES,
         )
 
     def _chat(self) -> Chat:

@@ -86,6 +86,11 @@ class Sampled(Shape):
             )
         return found or other
 
+    def names(self) -> dict[str, str]:
+        """What this request calls the parameters that errors are about, where it has a choice."""
+        has_schema = self.structured_outputs and self.structured_outputs.json_ is not None
+        return {"response_format": "structured_outputs"} if has_schema else {}
+
     def wishes(
         self,
         *,

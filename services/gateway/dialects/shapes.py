@@ -12,7 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import from_json
 
 from services.gateway.dialects.bounds import refuse_endless
-from services.gateway.failures import InvalidRequest
+from services.gateway.dialects.structure import refuse_intricate
+from services.gateway.failures import InvalidRequest, shortened
 
 MAX_INT = 2**31 - 1
 MAX_STOPS = 16
@@ -55,6 +56,7 @@ def checked_stops(stop: str | list[str] | None) -> str | list[str] | None:
 
 def read_fields(body: bytes) -> dict[str, Any]:
     """The JSON object in a body, of bounded size. Raises InvalidRequest."""
+    refuse_intricate(body)
     try:
         fields = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -94,7 +96,7 @@ def refuse_unserved(served: Served, fields: Mapping[str, Any]) -> None:
 def as_invalid(error: ValidationError) -> InvalidRequest:
     """The first thing that is wrong with a request."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    names = [str(part) for part in first["loc"]]
+    names = [shortened(str(part)) for part in first["loc"]]
     message = first["msg"].removeprefix("Value error, ")
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
     where = f"{'.'.join(names)}: " if names else ""

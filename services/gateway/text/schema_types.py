@@ -56,7 +56,7 @@ class SchemaTypes:
     @property
     def required(self) -> set[str]:
         """The keys of arguments that may not be left out."""
-        lists = [_listed(part, "required") for part in self._parts(("allOf",))]
+        lists = [listed(part, "required") for part in self._parts(("allOf",))]
         return {key for keys in lists for key in keys if isinstance(key, str)}
 
     def _argument(self, key: str) -> Any:
@@ -73,29 +73,29 @@ class SchemaTypes:
     ) -> Iterator[Mapping[str, Any]]:
         if depth and isinstance(schema, Mapping):
             yield schema
-            referred = _referred(schema.get("$ref"), self.schema)
-            yield from self._all_parts(referred, joined_by, depth - 1)
+            target = referred(schema.get("$ref"), self.schema)
+            yield from self._all_parts(target, joined_by, depth - 1)
             for name in joined_by:
-                for part in _listed(schema, name):
+                for part in listed(schema, name):
                     yield from self._all_parts(part, joined_by, depth - 1)
 
     def _types(self, schema: Any, depth: int) -> Types:
         if not depth or not isinstance(schema, Mapping):
             return _ANY
-        found = _declared(schema)
+        found = declared(schema)
         if isinstance(schema.get("$ref"), str):
             found &= self._types_of_reference(schema["$ref"], depth - 1)
-        for part in _listed(schema, "allOf"):
+        for part in listed(schema, "allOf"):
             found &= self._types(part, depth - 1)
         for name in ("anyOf", "oneOf"):
-            choices = [self._types(each, depth - 1) for each in _listed(schema, name)]
+            choices = [self._types(each, depth - 1) for each in listed(schema, name)]
             found &= frozenset().union(*choices) if choices else _ANY
         return found | {"null"} if schema.get("nullable") is True else found
 
     def _types_of_reference(self, reference: str, depth: int) -> Types:
         if reference not in self._references:
             self._references[reference] = _ANY  # while it is looked at: it may refer to itself
-            target = _referred(reference, self.schema)
+            target = referred(reference, self.schema)
             self._references[reference] = self._types(target, depth)
         return self._references[reference]
 
@@ -114,10 +114,10 @@ def typed(text: str, types: Types) -> Any:
         value = int(value)
     if isinstance(value, str):
         return text  # a string stands raw: quotes are its own
-    return value if _names(value) & types else text
+    return value if json_types(value) & types else text
 
 
-def _declared(schema: Mapping[str, Any]) -> Types:
+def declared(schema: Mapping[str, Any]) -> Types:
     """What type, enum and const say."""
     kinds = schema.get("type", _ANY)
     named = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else _ANY
@@ -125,13 +125,13 @@ def _declared(schema: Mapping[str, Any]) -> Types:
     if "number" in found:
         found |= {"integer"}
     if isinstance(schema.get("enum"), list):
-        found &= frozenset().union(*map(_names, schema["enum"]))
+        found &= frozenset().union(*map(json_types, schema["enum"]))
     if "const" in schema:
-        found &= _names(schema["const"])
+        found &= json_types(schema["const"])
     return found
 
 
-def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
+def referred(reference: Any, root: Mapping[str, Any]) -> Any:
     """What a reference points to within the root; None where it leads nowhere."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
@@ -144,12 +144,14 @@ def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
     return place
 
 
-def _listed(schema: Mapping[str, Any], name: str) -> list[Any]:
+def listed(schema: Mapping[str, Any], name: str) -> list[Any]:
+    """The list of this name; empty where there is none."""
     found = schema.get(name)
     return found if isinstance(found, list) else []
 
 
-def _names(value: Any) -> Types:
+def json_types(value: Any) -> Types:
+    """The JSON types of a value."""
     return next((names for kind, names in _NAMES if isinstance(value, kind)), frozenset())
 
 

@@ -351,6 +351,7 @@ async def test_readiness_follows_the_fleet(nats_url: str) -> None:
 
         async def is_ready() -> tuple[int, str]:
             answer = await stage.http.get("/readyz")
+            assert (await stage.http.get("/startupz")).status_code == answer.status_code
             return answer.status_code, answer.json()["reason"]
 
         assert (await stage.http.get("/livez")).status_code == 200

@@ -229,6 +229,43 @@ async def test_an_unknown_model_is_not_found(stage: Stage) -> None:
     assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
 
 
+_BAD: dict[str, Any] = {"not": {}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("chat/completions", {"max_completion_tokens": 10**6}, "max_completion_tokens"),
+        ("chat/completions", {"max_tokens": 10**6}, "max_tokens"),
+        ("chat/completions", {"structured_outputs": {"json": _BAD}}, "structured_outputs"),
+        (
+            "chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": _BAD}}},
+            "response_format",
+        ),
+        ("completions", {"structured_outputs": {"json": _BAD}}, "structured_outputs"),
+        ("responses", {"max_output_tokens": 10**6}, "max_output_tokens"),
+        (
+            "responses",
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": _BAD}}},
+            "text.format",
+        ),
+    ],
+)
+async def test_an_error_names_the_field_that_was_sent(
+    stage: Stage, path: str, fields: dict[str, Any], param: str
+) -> None:
+    """Not the one of another API."""
+    prompts = {"chat/completions": "messages", "completions": "prompt", "responses": "input"}
+    prompt: Any = [{"role": "user", "content": "Hi"}] if path.startswith("chat") else "Hi"
+    body = {"model": MODEL, prompts[path]: prompt, **fields}
+
+    error = (await stage.http.post(f"/v1/{path}", json=body)).json()["error"]
+
+    assert error["param"] == param
+    assert "tokens" not in param or f"`{param}`" in error["message"]
+
+
 async def test_what_can_never_fit_is_refused(nats_url: str) -> None:
     """Before anybody is bothered. Both roles hold prompt and answer: either may have to resume."""
     async with staged(nats_url, is_empty=True) as stage:
@@ -283,14 +320,14 @@ def calling(arguments: Any, times: int = 1) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [call] * times}
 
 
-NUMBERED = {str(number): number for number in range(300_000)}
+NUMBERED = {str(number): number for number in range(100_000)}
 SCHEMA = {"type": "function", "function": {"name": "f", "parameters": NUMBERED}}
-ENDLESS: dict[str, tuple[str, str, Callable[[], dict[str, Any]]]] = {
-    "messages": (CHAT, "messages", lambda: asking(*[{**USER, "content": "a"}] * 300_000)),
-    "parts": (CHAT, "messages", lambda: asking({**USER, "content": [{"type": "x"}] * 300_000})),
-    "no parts": (CHAT, "messages", lambda: asking({**USER, "content": [1] * 3_000_000})),
+ENDLESS: dict[str, tuple[str, str | None, Callable[[], dict[str, Any]]]] = {
+    "messages": (CHAT, "messages", lambda: asking(*[{**USER, "content": "a"}] * 30_000)),
+    "parts": (CHAT, "messages", lambda: asking({**USER, "content": [{"type": "x"}] * 40_000})),
+    "no parts": (CHAT, "messages", lambda: asking({**USER, "content": [1] * 2_600_000})),
     "wrong parts": (CHAT, "messages", lambda: asking({**USER, "content": [{}] * 16_000})),
-    "calls": (CHAT, "messages", lambda: asking(calling({}, 100_000))),
+    "calls": (CHAT, "messages", lambda: asking(calling({}, 20_000))),
     "arguments": (CHAT, "messages", lambda: asking(calling(NUMBERED))),
     "arguments in all": (CHAT, "messages", lambda: asking(calling({"a": [1] * 500}, 999))),
     "tools": (CHAT, "tools", lambda: chat(tools=[SCHEMA])),
@@ -299,9 +336,10 @@ ENDLESS: dict[str, tuple[str, str, Callable[[], dict[str, Any]]]] = {
         "chat_template_kwargs",
         lambda: chat(chat_template_kwargs=NUMBERED),
     ),
-    "ids": (COMPLETIONS, "prompt", lambda: {"model": MODEL, "prompt": [5] * 10_000_000}),
+    "ids": (COMPLETIONS, "prompt", lambda: {"model": MODEL, "prompt": [5] * 2_600_000}),
     "no ids": (COMPLETIONS, "prompt", lambda: {"model": MODEL, "prompt": [0.5] * 2_000_000}),
-    "prompts": (COMPLETIONS, "prompt", lambda: {"model": MODEL, "prompt": ["a"] * 2_000_000}),
+    "unknown": (CHAT, None, lambda: chat(unknown=[{}] * 8_000_000)),
+    "prompts": (COMPLETIONS, "prompt", lambda: {"model": MODEL, "prompt": ["a"] * 200_000}),
 }
 
 

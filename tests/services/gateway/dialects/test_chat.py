@@ -112,3 +112,14 @@ def test_earlier_calls_come_to_the_template_as_objects() -> None:
         "role": "assistant",
         "tool_calls": [{"id": "c1", "function": {"name": "f", "arguments": {"a": [1]}}}],
     }
+
+
+def test_arguments_of_millions_of_values_are_not_parsed() -> None:
+    """They are JSON within JSON, and a parser keeps all other threads waiting."""
+    function = {"name": "f", "arguments": f"[{'{},' * 600_000}1]"}
+    calling = {"role": "assistant", "tool_calls": [{"function": function}]}
+
+    with pytest.raises(InvalidRequest, match="holds more than") as refused:
+        asked(messages=[calling])
+
+    assert refused.value.param == "messages"

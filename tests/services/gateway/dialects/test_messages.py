@@ -58,6 +58,17 @@ def test_tools_are_offered_in_the_template_s_form() -> None:
     ]
 
 
+def test_who_asks_for_a_thread_is_told_how_to_go_on() -> None:
+    """By these words Anthropic's tool runner goes on without one."""
+    with pytest.raises(InvalidRequest, match="thread is not supported") as caught:
+        ask(thread={"type": "create"})
+
+    assert caught.value.details == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
+
+
 @pytest.mark.parametrize(
     ("given", "choice", "num_tools", "is_parallel"),
     [

@@ -302,6 +302,37 @@ async def test_refusals_are_the_sdk_s_exceptions(
     assert not stage.fleet.submits
 
 
+async def test_the_sdk_s_tool_runner_runs(stage: Stage, client: anthropic.AsyncAnthropic) -> None:
+    """It asks for a thread first, and goes on without one when it is told that there is none."""
+    stage.plan(f"hm</think>{CALL}")
+    stage.plan("hm</think>Rain.")
+
+    @anthropic.beta_async_tool
+    async def get_weather(city: str) -> str:
+        """The weather now."""
+        return f"rain in {city}"
+
+    runner = client.beta.messages.tool_runner(
+        model=MODEL, max_tokens=100, messages=USER, tools=[get_weather]
+    )
+    last = await runner.until_done()
+
+    assert last.content[-1].text == "Rain."  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["output_config.format", "output_format"])
+async def test_a_refusal_names_the_field(stage: Stage, name: str) -> None:
+    """This API's own; in the message, since there is no other place."""
+    form: Any = {"type": "json_schema", "schema": {"not": {}}}
+    fields = {"output_config": {"format": form}} if "." in name else {name: form}
+    body = {"model": MODEL, "max_tokens": 50, "messages": USER, **fields}
+
+    answer = await stage.http.post("/v1/messages", json=body)
+
+    words = f"{name}: the schema's keyword 'not' cannot be kept"
+    assert answer.json()["error"]["message"] == words
+
+
 async def test_too_long_an_answer_is_refused_in_words_that_tell_how_long(
     stage: Stage, client: anthropic.AsyncAnthropic
 ) -> None:

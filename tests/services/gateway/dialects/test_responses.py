@@ -37,6 +37,19 @@ def names(found: Chat) -> list[str]:
     return [tool["function"]["name"] for tool in found.tools]
 
 
+def test_the_text_s_format_comes_back_whole() -> None:
+    """A client's library needs its name."""
+    text_format = {
+        "type": "json_schema",
+        "name": "answer",
+        "description": "What is said.",
+        "strict": True,
+        "schema": {"type": "object"},
+    }
+
+    assert echoed(read(body(text={"format": text_format})))["text"]["format"] == text_format
+
+
 def test_every_wish_is_passed_on() -> None:
     """One by one."""
     found = ask(
@@ -146,7 +159,7 @@ def test_tool_choice(given: Any, choice: Any, offered: list[str]) -> None:
         ({"tool_choice": "required", "tools": [SEARCH]}, "tool_choice", "no tools"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "'function' or 'allowed_tools'"),
         ({"text": {"verbosity": "low"}}, "text", "medium"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text", "schema is missing"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "schema is missing"),
         ({"reasoning": {"mode": "pro"}}, "reasoning", "standard"),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater"),
         ({"top_logprobs": 21}, "top_logprobs", "20"),

@@ -296,6 +296,24 @@ def test_what_cannot_be_a_grammar_is_named(asked: Form, param: str, complaint: s
 
 
 @pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(Regex("a("), id="pattern"),
+        pytest.param(Lark("start: " + "nobody " * 200), id="grammar"),
+        pytest.param(JsonSchema({"type": "x" * 1000}), id="schema"),
+        pytest.param(JsonSchema({"pattern": "(?=a)"}), id="schema-s-pattern"),
+    ],
+)
+def test_a_refusal_tells_of_what_was_sent_not_of_our_grammar(asked: Form) -> None:
+    """Nobody sent rules called thought and form."""
+    with pytest.raises(InvalidRequest) as caught:
+        form(asked, is_reasoning=True)
+
+    assert len(str(caught.value)) < 240
+    assert not any(word in str(caught.value) for word in ("start:", "thought", "x-guidance", " | "))
+
+
+@pytest.mark.parametrize(
     ("asked", "param"),
     [
         pytest.param(chat(Named("nobody")), "tool_choice", id="an-unknown-tool"),
