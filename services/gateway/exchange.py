@@ -45,7 +45,7 @@ SESSION_HEADERS = (
     "x-session-affinity",
 )
 _MAX_SESSION_CHARACTERS = 256
-_SMALL_BODY_BYTES = 4 << 10  # tokenised in 3 ms; more would hold up the other streams
+_SMALL_BODY_BYTES = 8 << 10  # tokenised in 3 ms; more would hold up the other streams
 _READ_AT_ONCE_BYTES = 16 << 10  # parsed in less than 1 ms; going to a thread takes 0.3 ms
 _LONG_TOKENS = 4096  # of a whole response, which may tell as many logprobs
 _GRACE_S = 1.0  # a client that reads too slowly is given up this long after the deadline
