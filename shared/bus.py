@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 import nats.errors
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
@@ -34,6 +34,7 @@ _RECONNECT_S = 0.25
 _PING_S = 5  # with two pings outstanding, a dead link is noticed in 15 s
 _DRAIN_S = 2
 _ANSWER_GRACE_S = 5.0
+_LARGE_BYTES = 1 << 20
 # While the server is away: minutes of tokens, or four million-token prompts.
 _BUFFER_BYTES = 16 << 20
 
@@ -131,7 +132,7 @@ class Bus:
         error the receiver's handler raised.
         """
         name = subject.name(**ids)
-        data = message.SerializeToString()
+        data = await _serialized(message)
         try:
             # The client's own time limit loses a cancellation that comes with the answer.
             async with asyncio.timeout(timeout_s):
@@ -261,6 +262,13 @@ class Bus:
                 await subscription.unsubscribe()
             async with turn:  # wait until a handler that was running has ended
                 pass
+
+
+async def _serialized(message: Message) -> bytes:
+    """Its bytes; those of a million-token prompt take milliseconds, and others do not wait."""
+    if message.ByteSize() < _LARGE_BYTES:
+        return message.SerializeToString()
+    return await asyncio.to_thread(message.SerializeToString)
 
 
 def _as_farspan(error: nats.errors.Error, name: str, num_bytes: int) -> FarspanError:

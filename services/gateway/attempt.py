@@ -5,6 +5,7 @@ both workers hear exactly one cancel. Each attempt has its own id, so late messa
 one cannot be mistaken.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from shared.bus import Bus
 from shared.errors import DeadlineExceeded, FarspanError, from_failure
 
 _PLACE_S = 2.0  # the router answers in milliseconds; its own prefix query is bounded by 100 ms
+_LONG_BYTES = 1 << 20  # of a prompt: copied in milliseconds, beside the loop
 _SUBMIT_S = 5.0  # a million-token prompt is 4 MB on the bus
 
 
@@ -104,7 +106,23 @@ class Attempt:
         )
         self._line.mailroom.add(self.request_id, self.inbox)
         self._started_at_s = self._line.clock()
-        request = pb.Submit(
+        is_long = len(self._job.prompt) > _LONG_BYTES
+        request = await asyncio.to_thread(self._submit) if is_long else self._submit()
+        with telemetry.span("gateway.submit"):
+            reply = await self._line.bus.request(
+                subjects.SUBMIT,
+                request,
+                timeout_s=self._timeout_s(_SUBMIT_S),
+                worker=placement.prefill.worker_id,
+            )
+            if reply.HasField("failure"):
+                raise from_failure(reply.failure)
+            if not reply.HasField("accepted"):
+                raise FarspanError("the prefill worker answered neither yes nor no")
+
+    def _submit(self) -> pb.Submit:
+        placement = self.placed
+        return pb.Submit(
             request_id=self.request_id,
             model=self._line.model,
             token_ids=self._job.prompt + self._received,
@@ -117,17 +135,6 @@ class Attempt:
             deadline_unix_ms=self._job.deadline_unix_ms,
             hash_root=self._job.namespace,
         )
-        with telemetry.span("gateway.submit"):
-            reply = await self._line.bus.request(
-                subjects.SUBMIT,
-                request,
-                timeout_s=self._timeout_s(_SUBMIT_S),
-                worker=placement.prefill.worker_id,
-            )
-            if reply.HasField("failure"):
-                raise from_failure(reply.failure)
-            if not reply.HasField("accepted"):
-                raise FarspanError("the prefill worker answered neither yes nor no")
 
     def lost_worker(self) -> pb.WorkerRef | None:
         """The worker this attempt depends on that has fallen silent or begun another life."""
