@@ -29,7 +29,7 @@ _LIMITS = llguidance.LLParserLimits(
     max_grammar_size=20_000,
     verbose_errors=False,  # else an error tells what was written so far
 )
-# The library compiles by recursion and has no bound for its depth: an overflow would end the process.
+# The library compiles by recursion without a bound for depth: an overflow would end the process.
 # No grammar of the characters allowed goes deeper than this holds; what is not used costs nothing.
 _STACK_BYTES = 1 << 30
 _SILENT = 0
@@ -45,9 +45,7 @@ def check(lark: str) -> None:
     Takes up to a second, mostly without the interpreter's lock.
     """
     _refuse_long(lark)
-    reason = _deep_down(
-        lambda: llguidance.LLMatcher.validate_grammar(lark, None, limits=_LIMITS)
-    )
+    reason = _deep_down(lambda: llguidance.LLMatcher.validate_grammar(lark, None, limits=_LIMITS))
     if reason:
         raise BadRequest(f"the grammar cannot be used: {_in_one_line(reason)}")
 
