@@ -22,7 +22,7 @@ from shared import farspan_pb2 as pb
 from tests import demo
 from tests.system.wiretap import Wiretap, tap
 
-NUM_TOKENS = 16
+NUM_TOKENS = 24
 BLOCK_TOKENS = 64
 RANKS = (1, 2, 4)
 INTERLEAVES = (1, 64)
