@@ -35,7 +35,7 @@ from services.gateway.door.doorkeeper import Doorkeeper, tenant_of
 from services.gateway.door.opened import Door, opened
 from services.gateway.endpoint import CLIENT_ID, Endpoint
 from services.gateway.exchange import Resources
-from services.gateway.failures import HttpFailure, openai_error
+from services.gateway.failures import HttpFailure, as_http, openai_error, unknown_model
 from services.gateway.fleet import Fleet
 from services.gateway.listener import listening
 from services.gateway.mailroom import Mailroom
@@ -165,9 +165,7 @@ def _add_models(app: FastAPI, resources: Resources) -> None:
     async def model(name: str) -> JSONResponse:
         if name == resources.config.model_name:
             return JSONResponse(model_object())
-        failure = HttpFailure(
-            404, f"the model {name!r} does not exist", param="model", code="model_not_found"
-        )
+        failure = as_http(unknown_model(name))
         return JSONResponse(openai_error(failure), failure.status)
 
     _add_get(app, "/v1/models", models)

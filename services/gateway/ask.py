@@ -124,3 +124,9 @@ class Ask:
     priority: int = 0
     session: str = ""  # what the body names as its conversation; a header may too
     names: Mapping[str, str] = field(default_factory=dict)  # chat's parameter -> this request's
+
+    @property
+    def has_form(self) -> bool:
+        """Whether the answer is bound: to a form, or to a tool that must be called."""
+        first = self.prompts[0]
+        return self.form is not None or (isinstance(first, Chat) and first.tool_choice != "auto")

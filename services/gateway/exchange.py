@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
 
-from services.gateway.ask import Ask, Chat
+from services.gateway.ask import Ask
 from services.gateway.attempt import Job, Line
 from services.gateway.choices import Choice, Choices
 from services.gateway.config import GatewayConfig
 from services.gateway.dialects.dialect import Call, Dialect, Replies
 from services.gateway.door.keys import salt
-from services.gateway.failures import InvalidRequest, as_http, shortened
+from services.gateway.failures import InvalidRequest, as_http, unknown_model
 from services.gateway.intake import Intake, Limits, take_in
 from services.gateway.ledger import Usage
 from services.gateway.metrics import Metrics
@@ -155,7 +155,7 @@ class Exchange:
             namespace,
             self._resources.limits(now_s),
         )
-        has_grammar = _has_grammar(call.ask)
+        has_grammar = call.ask.has_form  # compiling it may take longer than the loop can wait
         if is_small and not has_grammar:
             intake = take_in(*arguments)
         else:
@@ -171,12 +171,7 @@ class Exchange:
 
     def _check_servable(self, ask: Ask, now_s: float) -> None:
         if ask.model != self._resources.config.model_name:
-            raise InvalidRequest(
-                f"the model {shortened(ask.model)!r} does not exist",
-                param="model",
-                code="model_not_found",
-                status=404,
-            )
+            raise unknown_model(ask.model)
         line = self._resources.line
         if not line.bus.is_connected:
             raise WorkerLost("the gateway has no connection to the workers")
@@ -231,12 +226,6 @@ class Exchange:
 
 def _told(replies: Replies, usage: Usage) -> bytes:
     return dump(replies.whole(usage))
-
-
-def _has_grammar(ask: Ask) -> bool:
-    """Whether a grammar has to be compiled, which may take longer than the loop can wait."""
-    first = ask.prompts[0]
-    return ask.form is not None or (isinstance(first, Chat) and first.tool_choice != "auto")
 
 
 def _session(headers: Headers) -> str:

@@ -54,6 +54,16 @@ class InvalidRequest(BadRequest):
             self.param = name
 
 
+def unknown_model(name: str) -> InvalidRequest:
+    """A model that is not the one served."""
+    return InvalidRequest(
+        f"the model {shortened(name)!r} does not exist",
+        param="model",
+        code="model_not_found",
+        status=HTTPStatus.NOT_FOUND,
+    )
+
+
 class ShuttingDown(FarspanError):
     """The gateway stops before the answer has ended."""
 

@@ -212,13 +212,12 @@ def _answers(
     def describe(token_id: int) -> tuple[str, bytes]:
         return tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
 
+    functions = [tool["function"] for tool in chat.tools] if chat is not None else []
+    schemas = {function["name"]: function.get("parameters") or {} for function in functions}
+
     def new_answer() -> Answer:
         parser: Parser = PlainParser()
         if chat is not None:
-            schemas = {
-                tool["function"]["name"]: tool["function"].get("parameters") or {}
-                for tool in chat.tools
-            }
             parser = GlmParser(
                 schemas, is_reasoning=is_reasoning, max_calls=None if chat.is_parallel else 1
             )
@@ -235,10 +234,7 @@ def _check_wishes(ask: Ask, tokenizer: Tokenizer) -> None:
         ("stop_token_ids", wishes.stop_token_ids),
     ):
         _check_ids(max(ids, default=0), vocab_size, name)
-    is_bound = ask.form is not None or (
-        isinstance(ask.prompts[0], Chat) and ask.prompts[0].tool_choice != "auto"
-    )
-    if is_bound and (wishes.ignore_eos or wishes.min_new_tokens):
+    if ask.has_form and (wishes.ignore_eos or wishes.min_new_tokens):
         raise InvalidRequest(
             "an answer of a given form ends when it is complete: ignore_eos and min_tokens"
             " cannot be met",

@@ -17,13 +17,7 @@ from services.gateway.dialects.texting import read_detokenize, read_tokenize
 from services.gateway.door.doorkeeper import CALLER
 from services.gateway.door.keys import Caller
 from services.gateway.exchange import Resources
-from services.gateway.failures import (
-    HttpFailure,
-    InvalidRequest,
-    as_http,
-    openai_error,
-    shortened,
-)
+from services.gateway.failures import HttpFailure, as_http, openai_error, unknown_model
 from services.gateway.intake import Limits, prompt_token_ids
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.wire import ClientGone, read_body, until_gone
@@ -60,12 +54,14 @@ class Texting:
         request = read_tokenize(body)
         self._check_model(request.model)
         ids = prompt_token_ids(request.asked(), self._tokenizer, tenant, self._limits)
-        names = [self._tokenizer.token_text(each) for each in ids]
+        names = None
+        if request.return_token_strs:
+            names = [self._tokenizer.token_text(each) for each in ids]
         return {
             "count": len(ids),
             "max_model_len": self._max_model_len(),
             "tokens": ids,
-            "token_strs": names if request.return_token_strs else None,
+            "token_strs": names,
         }
 
     def detokenize(self, body: bytes, tenant: str) -> Json:
@@ -84,12 +80,7 @@ class Texting:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._config.model_name:
-            raise InvalidRequest(
-                f"the model {shortened(name)!r} does not exist",
-                param="model",
-                code="model_not_found",
-                status=404,
-            )
+            raise unknown_model(name)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import torch
 
 from shared import farspan_pb2 as pb
 
-MAX_TOP = 20
 _ROWS_AT_ONCE = 16  # keys are made of some 40 bytes a logit: 100 MB with GLM-5.3's vocabulary
 _LAST_ID = 2**32 - 1
 

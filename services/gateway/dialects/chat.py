@@ -7,10 +7,11 @@ from pydantic import ConfigDict, Field, model_validator
 
 from services.gateway.ask import Ask, Chat, Json, Named, ToolChoice
 from services.gateway.dialects.bounds import num_values, refuse_many_values
-from services.gateway.dialects.sampled import MAX_LOGPROBS, Sampled
+from services.gateway.dialects.sampled import Sampled
 from services.gateway.dialects.shapes import MAX_TOOLS, Count, Served, Shape, parse, word_or
 from services.gateway.dialects.structure import refuse_intricate
 from services.gateway.failures import InvalidRequest
+from shared.sampling import MAX_LOGPROBS
 
 MAX_TEMPLATE_OPTIONS = 64
 

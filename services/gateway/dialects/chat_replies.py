@@ -69,13 +69,11 @@ class ChatReplies:
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._usage = StreamUsage(request.stream_options)
         self._has_logprobs = bool(request.logprobs)
-        self._created = int(time.time())
-        self._model = model
         self._choices = [_Choice() for _ in range(request.n or 1)]
         self._head = {
             "id": self.id,
             "object": "chat.completion.chunk",
-            "created": self._created,
+            "created": int(time.time()),
             "model": model,
         }
 

@@ -5,8 +5,9 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from services.gateway.ask import Ask, Prompt, Text, TokenIds
-from services.gateway.dialects.sampled import MAX_LOGPROBS, Sampled
+from services.gateway.dialects.sampled import Sampled
 from services.gateway.dialects.shapes import MAX_INT, Served, parse
+from shared.sampling import MAX_LOGPROBS
 
 MAX_PROMPTS = 128
 

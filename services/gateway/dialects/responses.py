@@ -24,7 +24,6 @@ from services.gateway.dialects.responses_tools import (
     echoed_choice,
     echoed_tools,
 )
-from services.gateway.dialects.sampled import MAX_LOGPROBS
 from services.gateway.dialects.shapes import (
     MAX_INT,
     MAX_TOOLS,
@@ -35,6 +34,7 @@ from services.gateway.dialects.shapes import (
     word_or,
 )
 from services.gateway.failures import InvalidRequest
+from shared.sampling import MAX_LOGPROBS
 
 SERVED: Served = {
     "background": (False,),

@@ -17,7 +17,6 @@ from services.gateway.dialects.shapes import (
 from services.gateway.failures import InvalidRequest
 
 MAX_CHOICES = 16
-MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 
 
